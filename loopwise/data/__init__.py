@@ -1,0 +1,29 @@
+"""Text on its way to the model: documents, the built-in corpus, files, and packed blocks."""
+
+from loopwise.data.documents import Document
+from loopwise.data.files import ReadOptions, ReadReport, read_documents, split_held_out
+from loopwise.data.packing import (
+    PackedBlocks,
+    TokenBatch,
+    TokenStore,
+    load_or_tokenize,
+    micro_batch_loader,
+    tokenize,
+)
+from loopwise.data.stories import CORPORA, generate
+
+__all__ = [
+    "CORPORA",
+    "Document",
+    "PackedBlocks",
+    "ReadOptions",
+    "ReadReport",
+    "TokenBatch",
+    "TokenStore",
+    "generate",
+    "load_or_tokenize",
+    "micro_batch_loader",
+    "read_documents",
+    "split_held_out",
+    "tokenize",
+]

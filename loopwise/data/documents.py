@@ -1,0 +1,21 @@
+"""What a corpus is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One piece of text that a model reads from its start, seeing nothing of its neighbours.
+
+    Attributes:
+        text: the characters, not blank.
+        hops: ``(start, end, hops)`` of each answer in the text: the characters ``[start, end)``
+            need ``hops`` look-ups. Only generated corpora know this.
+        source: where it came from, for messages.
+    """
+
+    text: str
+    hops: tuple[tuple[int, int, int], ...] = ()
+    source: str = ""

@@ -1,0 +1,40 @@
+"""A1: the KL divergence between a token's consecutive output distributions."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from loopwise.errors import ShapeError
+from loopwise.exits.base import Observation, Reads
+
+
+class StepKL:
+    """Settled once another recurrence stops moving the next-token distribution.
+
+    Source: Logan 2026, arXiv:2607.14427 (A1); Geiping et al. 2025, arXiv:2502.05171.
+    """
+
+    name = "kl"
+    reads = Reads.LOGITS
+
+    def memory_width(self, vocab_size: int, d_model: int) -> int:
+        return vocab_size  # log-probabilities after the previous recurrence
+
+    def score(self, observation: Observation, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """KL(p_r || p_{r-1}) in nats, ``(rows,)``; +inf at recurrence 1.
+
+        Raises:
+            ShapeError: logits are missing, or disagree with the memory.
+        """
+        logits = observation.logits
+        if logits is None or logits.shape != memory.shape:
+            shape = None if logits is None else tuple(logits.shape)
+            raise ShapeError(f"kl reads logits {shape} but remembers {tuple(memory.shape)}")
+        now = logits.float().log_softmax(dim=-1)
+        kl = step_kl(now, memory)
+        return kl.masked_fill(observation.first(), float("inf")), now
+
+
+def step_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p || q) in nats from log-probabilities ``(rows, vocab)``: ``(rows,)``, not below 0."""
+    return (log_p.exp() * (log_p - log_q)).sum(dim=-1).clamp_min(0.0)

@@ -1,0 +1,26 @@
+"""The relative change of the latent over one recurrence: one reduction, no head."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from loopwise.exits.base import Observation, Reads
+
+
+class LatentChange:
+    """Settled once a recurrence moves the latent little, relative to its size.
+
+    Source: Geiping et al. 2025, arXiv:2502.05171 (latent difference).
+    """
+
+    name = "latent-change"
+    reads = Reads.LATENT
+
+    def memory_width(self, vocab_size: int, d_model: int) -> int:
+        return 0
+
+    def score(self, observation: Observation, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """||h_r - h_{r-1}|| / ||h_r||, ``(rows,)`` float32."""
+        now, before = observation.latent.float(), observation.previous.float()
+        size = now.norm(dim=-1).clamp_min(1e-12)
+        return (now - before).norm(dim=-1) / size, memory

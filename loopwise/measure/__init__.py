@@ -1,0 +1,1 @@
+"""Measurement: traces of frozen models, and everything that is computed from them."""

@@ -1,0 +1,13 @@
+"""Architectures. A new one costs its file and one line here."""
+
+from loopwise.errors import ConfigError
+from loopwise.registry import Registry
+
+MODELS = Registry(
+    "architecture",
+    {
+        "recurrent": "loopwise.models.recurrent:RecurrentModel",
+        "fixed": "loopwise.models.fixed:FixedModel",
+    },
+    ConfigError,
+)

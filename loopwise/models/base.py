@@ -1,0 +1,159 @@
+"""The contract of a looped model: four functions, and what attention may ask of a cache.
+
+Training, teacher-forced measurement, the reference decoder and the engine all drive these four
+functions. They differ only in the :class:`KVView` they pass, which is what keeps them equal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rope:
+    """Rotary phase of a model (Su et al. 2021, arXiv:2104.09864); the views apply it.
+
+    ``interleaved`` pairs channels (0, 1), (2, 3) ...; otherwise channel i turns with i + head_dim/2.
+    """
+
+    head_dim: int
+    base: float = 10_000.0
+    interleaved: bool = False
+
+    def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosine and sine for integer ``positions (...)``: each ``(..., 1, head_dim)``.
+
+        The middle axis broadcasts over heads. Computed in float64, returned in ``dtype``.
+        """
+        half = torch.arange(self.head_dim // 2, dtype=torch.float64, device=positions.device)
+        angles = positions.double().unsqueeze(-1) * self.base ** (-2 * half / self.head_dim)
+        if self.interleaved:
+            angles = angles.repeat_interleave(2, dim=-1)
+        else:
+            angles = torch.cat((angles, angles), dim=-1)
+        angles = angles.unsqueeze(-2)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Turn ``x (..., heads, head_dim)`` by the phase of :meth:`tables`."""
+        if self.interleaved:
+            other = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+        else:
+            low, high = x.chunk(2, dim=-1)
+            other = torch.cat((-high, low), dim=-1)
+        return x * cos + other * sin
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Geometry:
+    """What a cache or a cost table must know of a model, and nothing more.
+
+    Attention layers are numbered through: prelude, then core, then coda.
+    """
+
+    vocab_size: int
+    d_model: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    n_prelude_layers: int
+    n_core_layers: int
+    n_coda_layers: int
+    rope: Rope
+    max_depth: int | None = None  # most recurrences the weights allow; None: any
+
+    @property
+    def n_layers(self) -> int:
+        """Physical attention layers, each core layer once."""
+        return self.n_prelude_layers + self.n_core_layers + self.n_coda_layers
+
+    def effective_layers(self, depth: int) -> int:
+        """Layers a token passes at ``depth`` recurrences."""
+        return self.n_prelude_layers + depth * self.n_core_layers + self.n_coda_layers
+
+    def is_core(self, layer: int) -> bool:
+        return self.n_prelude_layers <= layer < self.n_prelude_layers + self.n_core_layers
+
+
+class KVView(Protocol):
+    """What attention may ask: hand over this call's projections, get the mixed values back."""
+
+    def attend(self, layer: int, r: int | Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend from the rows of this call to themselves and to earlier tokens.
+
+        Args:
+            layer: number of the attention layer, prelude then core then coda.
+            r: recurrence of each row, from 1: an int, or ``(rows,)`` int64. The prelude passes 1.
+            q: ``(..., n_heads, head_dim)`` before rotary phase.
+            k, v: ``(..., n_kv_heads, head_dim)`` before rotary phase.
+        Returns:
+            ``(..., n_heads, head_dim)``, dtype of ``q``.
+        """
+        ...
+
+
+@runtime_checkable
+class LoopedLM(Protocol):
+    """A depth-recurrent language model as four functions over rows of tokens.
+
+    Tensors lead with any axes, written ``...``: ``(batch, seq)`` in training and measurement,
+    ``(rows,)`` in decoding, where a row is one live token.
+    """
+
+    @property
+    def geometry(self) -> Geometry: ...
+
+    def prelude(self, token_ids: Tensor, view: KVView) -> Tensor:
+        """``(...)`` int64 to the injection ``(..., d_model)``: unique layers, once per token."""
+        ...
+
+    def initial_latent(self, injection: Tensor, seeds: Tensor | None = None) -> Tensor:
+        """The latent before recurrence 1, ``(..., d_model)``.
+
+        Args:
+            injection: ``(..., d_model)``.
+            seeds: ``(...)`` int64, one per row, for models that start from noise; the same seed
+                gives the same row whatever else is in the call. None means seed 0 everywhere.
+        """
+        ...
+
+    def core_step(self, latent: Tensor, injection: Tensor, r: int | Tensor, view: KVView) -> Tensor:
+        """One recurrence of every row: ``(..., d_model)`` to ``(..., d_model)``.
+
+        ``r`` counts from 1 and may differ per row.
+        """
+        ...
+
+    def coda(self, latent: Tensor, r: int | Tensor, view: KVView) -> Tensor:
+        """Logits ``(..., vocab)`` read from the latent after recurrence ``r``."""
+        ...
+
+
+class LoopedModule(nn.Module):
+    """A :class:`LoopedLM` whose weights are ``nn.Parameter`` and whose config rebuilds it."""
+
+    name: str  # the row of the MODELS table
+    config: object
+
+    def hidden(self, latent: Tensor, r: int | Tensor, view: KVView) -> Tensor:
+        """What the head reads: coda layers and final norm, ``(..., d_model)``."""
+        raise NotImplementedError
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """``(..., d_model)`` to logits ``(..., vocab)``."""
+        raise NotImplementedError
+
+    def coda(self, latent: Tensor, r: int | Tensor, view: KVView) -> Tensor:
+        return self.head(self.hidden(latent, r, view))
+
+    def parts(self) -> dict[str, list[nn.Module]]:
+        """The modules that run in ``prelude``, one ``core`` step and ``coda`` (without the head)."""
+        raise NotImplementedError
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype

@@ -1,0 +1,261 @@
+"""Checkpoints: a folder that a kill at any moment cannot spoil.
+
+``model.safetensors`` (each tensor once), ``config.json`` (architecture, resolved, versioned),
+``tokenizer.json``, ``training.json`` (how it was trained), optional ``exits.json`` (fitted exit
+rules) and ``trainer/`` (what resuming needs). Written aside, flushed, renamed; the pointer to the
+newest moves last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from loopwise.config import from_table, to_table
+from loopwise.errors import CheckpointError
+from loopwise.models import MODELS
+from loopwise.models.base import LoopedModule
+from loopwise.tokenizer import Tokenizer, tokenizer_from_json
+
+FORMAT = "loopwise-checkpoint"
+VERSION = 1
+POINTER = "latest"
+_LFS = b"version https://git-lfs.github.com"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model with all that was saved beside it."""
+
+    path: Path
+    model: LoopedModule
+    tokenizer: Tokenizer
+    training: dict[str, Any]
+    exits: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def weights_hash(self) -> str:
+        """sha256 of the weights file: what traces and fitted exit rules are tied to."""
+        return file_hash(self.path / "model.safetensors")
+
+    @property
+    def trained_mean_depth(self) -> float | None:
+        return self.training.get("depth", {}).get("true_mean")
+
+    @property
+    def trained_max_depth(self) -> int | None:
+        return self.training.get("depth", {}).get("p99")
+
+
+def save_checkpoint(
+    path: Path,
+    model: LoopedModule,
+    tokenizer: Tokenizer,
+    training: dict[str, Any],
+    *,
+    state: dict[str, torch.Tensor] | None = None,
+    trainer: Callable[[Path], None] | None = None,
+) -> None:
+    """Write a checkpoint folder so that it is either whole or absent.
+
+    Args:
+        path: the folder; its parent is made, it must not exist.
+        state: tensors to save in place of the model's own, by the same names (float32 masters).
+        trainer: called with the unfinished folder's ``trainer/`` to write what resuming needs.
+    Raises:
+        CheckpointError: the folder exists, or the disk refuses (nothing is left behind).
+    """
+    if path.exists():
+        raise CheckpointError(f"checkpoint {str(path)!r} exists already; choose another name")
+    aside = path.parent / f".partial-{path.name}"
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        tensors = state if state is not None else unique_tensors(model)
+        save_file({k: v.contiguous() for k, v in tensors.items()}, aside / "model.safetensors")
+        config = {
+            "format": FORMAT,
+            "version": VERSION,
+            "architecture": model.name,
+            "model": to_table(model.config),
+        }
+        _write_json(aside / "config.json", config)
+        (aside / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
+        _write_json(aside / "training.json", training)
+        if trainer is not None:
+            (aside / "trainer").mkdir()
+            trainer(aside / "trainer")
+        for file in sorted(p for p in aside.rglob("*") if p.is_file()):
+            _flush(file)
+        _flush(aside)
+        aside.rename(path)
+        _flush(path.parent)
+    except OSError as err:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise CheckpointError(
+            f"cannot save checkpoint {str(path)!r}: {err.strerror or err}; "
+            "earlier checkpoints are untouched; free some space and resume"
+        ) from err
+    except SafetensorError as err:  # how the writer reports a full disk
+        shutil.rmtree(aside, ignore_errors=True)
+        raise CheckpointError(
+            f"cannot save checkpoint {str(path)!r}: {err}; "
+            "earlier checkpoints are untouched; free some space and resume"
+        ) from err
+
+
+def point_to(folder: Path, name: str) -> None:
+    """Make ``folder/latest`` name the newest checkpoint, in one atomic move."""
+    aside = folder / f".{POINTER}"
+    aside.write_text(name + "\n", encoding="utf-8")
+    _flush(aside)
+    aside.replace(folder / POINTER)
+    _flush(folder)
+
+
+def resolve(path: Path) -> Path:
+    """The checkpoint folder meant by ``path``: itself, or the newest of a run.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if not path.exists():
+        raise CheckpointError(f"no checkpoint at {str(path)!r}; check the path")
+    for folder in (path, path / "checkpoints"):
+        pointer = folder / POINTER
+        if pointer.is_file():
+            target = folder / pointer.read_text(encoding="utf-8").strip()
+            if target.is_dir():
+                return target
+    if (path / "config.json").is_file() and (path / "model.safetensors").is_file():
+        return path
+    found = sorted(p.name for p in path.iterdir())[:6] if path.is_dir() else ["a file"]
+    raise CheckpointError(
+        f"{str(path)!r} is not a loopwise checkpoint (found: {', '.join(found) or 'nothing'}); "
+        "give a folder that holds config.json and model.safetensors, or a run folder"
+    )
+
+
+def load_checkpoint(path: Path, dtype: torch.dtype = torch.float32) -> Checkpoint:
+    """Read a checkpoint strictly.
+
+    Raises:
+        CheckpointError: missing, truncated, foreign, of a newer format, or with keys that are
+            missing, unknown or misshapen (all named).
+    """
+    path = resolve(path)
+    config = read_json(path / "config.json")
+    if config.get("format") != FORMAT:
+        kind = config.get("model_type") or config.get("architectures") or "unknown"
+        raise CheckpointError(
+            f"{str(path)!r} is a foreign checkpoint (model type {kind}); this loads loopwise ones"
+        )
+    if config["version"] > VERSION:
+        raise CheckpointError(
+            f"{str(path)!r} has checkpoint format {config['version']}, this version reads up to "
+            f"{VERSION}; update loopwise"
+        )
+    model_class = MODELS[config["architecture"]]
+    model = model_class(from_table(model_class.config_class, config["model"], "model."))
+    _load_weights(model, path / "model.safetensors")
+    tokenizer_file = path / "tokenizer.json"
+    if not tokenizer_file.is_file():
+        raise CheckpointError(f"{str(path)!r} has no tokenizer.json")
+    tokenizer = tokenizer_from_json(tokenizer_file.read_text(encoding="utf-8"))
+    if tokenizer.vocab_size > model.geometry.vocab_size:
+        raise CheckpointError(
+            f"{str(path)!r}: tokenizer has {tokenizer.vocab_size} ids but the model "
+            f"{model.geometry.vocab_size}; they do not belong together"
+        )
+    exits_file = path / "exits.json"
+    return Checkpoint(
+        path=path,
+        model=model.to(dtype).eval(),
+        tokenizer=tokenizer,
+        training=read_json(path / "training.json"),
+        exits=read_json(exits_file) if exits_file.is_file() else {},
+    )
+
+
+def write_exits(checkpoint: Checkpoint, exits: dict[str, Any]) -> None:
+    """Store fitted exit rules beside the weights they were fitted on, in one atomic move."""
+    aside = checkpoint.path / ".exits.json"
+    _write_json(aside, {**exits, "weights_hash": checkpoint.weights_hash})
+    _flush(aside)
+    aside.replace(checkpoint.path / "exits.json")
+
+
+def unique_tensors(model: LoopedModule) -> dict[str, torch.Tensor]:
+    """The state dict with each storage once, detached."""
+    return {k: v.detach() for k, v in model.state_dict().items()}
+
+
+def file_hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Parse a JSON object.
+
+    Raises:
+        CheckpointError: missing, or not a JSON object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{str(path.parent)!r} has no {path.name}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as err:
+        raise CheckpointError(f"{str(path)!r} is not valid JSON: {err}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{str(path)!r} must hold a JSON object")
+    return value
+
+
+def _load_weights(model: LoopedModule, path: Path) -> None:
+    if not path.is_file():
+        raise CheckpointError(f"{str(path.parent)!r} has no {path.name}")
+    with path.open("rb") as file:
+        if file.read(len(_LFS)) == _LFS:
+            raise CheckpointError(f"{str(path)!r} is a Git LFS pointer; fetch the real file first")
+    try:
+        with safe_open(path, framework="pt") as file:
+            state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    except SafetensorError as err:
+        raise CheckpointError(
+            f"{str(path)!r} is truncated or not safetensors: {err}; copy it again"
+        ) from None
+    own = model.state_dict()
+    problems = [f"missing {k}" for k in own if k not in state]
+    problems += [f"unknown {k}" for k in state if k not in own]
+    problems += [
+        f"{k} is {tuple(state[k].shape)}, expected {tuple(own[k].shape)}"
+        for k in own
+        if k in state and state[k].shape != own[k].shape
+    ]
+    if problems:
+        shown = "; ".join(problems[:5]) + ("; ..." if len(problems) > 5 else "")
+        raise CheckpointError(f"{str(path)!r} does not fit its config: {shown}")
+    model.load_state_dict(state)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

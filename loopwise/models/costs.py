@@ -1,0 +1,90 @@
+"""What a model costs: parameters, FLOPs per token and part, KV bytes. One home for every formula.
+
+A multiply-add counts as two FLOPs. Norms, activations and softmax are left out, as usual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from loopwise.models.base import Geometry, LoopedModule
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Costs:
+    """FLOPs for one token, forward only, at a given context length.
+
+    ``core`` is one recurrence; ``coda`` excludes ``head``.
+    """
+
+    prelude: float
+    core: float
+    coda: float
+    head: float
+
+    def forward(self, depth: float, reads: float = 0.0) -> float:
+        """FLOPs of one token at ``depth`` recurrences.
+
+        Args:
+            depth: recurrences, fractional for a mean.
+            reads: extra passes of coda and head that an exit rule asked for before the exit.
+        """
+        once = self.prelude + self.coda + self.head
+        return once + depth * self.core + reads * (self.coda + self.head)
+
+    def training(self, depth: float, backprop_depth: float) -> float:
+        """Forward and backward of one token; only the last ``backprop_depth`` recurrences learn.
+
+        A backward pass costs twice its forward pass.
+        """
+        through = min(depth, backprop_depth)
+        return self.forward(depth) + 2 * self.forward(through)
+
+    @property
+    def check_in_recurrences(self) -> float:
+        """Price of one reading of coda and head, in recurrences of the core."""
+        return (self.coda + self.head) / self.core
+
+    def cap(self, max_depth: float, mean_depth: float) -> float:
+        """Largest possible speed-up of exits at ``mean_depth`` over uniform ``max_depth``.
+
+        (F0 + r_max Fr) / (F0 + mean_depth Fr), with the head in F0; checks taken as free.
+        """
+        return self.forward(max_depth) / self.forward(mean_depth)
+
+
+def flops_per_token(model: LoopedModule, context: int = 0) -> Costs:
+    """FLOPs of each part of ``model`` for one token that attends to ``context`` others."""
+    g = model.geometry
+    per_layer = 4 * context * g.n_heads * g.head_dim  # scores and mixing, two FLOPs each
+    parts = model.parts()
+    layers = {"prelude": g.n_prelude_layers, "core": g.n_core_layers, "coda": g.n_coda_layers}
+    flops = {p: 2 * _matrix_weights(parts[p]) + layers[p] * per_layer for p in layers}
+    return Costs(**flops, head=2 * g.d_model * g.vocab_size)
+
+
+def parameters(model: nn.Module) -> int:
+    """Unique parameters: tied tensors count once, the core counts once."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def kv_entries_per_token(geometry: Geometry, entries_per_core_layer: float) -> float:
+    """KV entries one token leaves: one per prelude and coda layer, the policy's per core layer."""
+    once = geometry.n_prelude_layers + geometry.n_coda_layers
+    return once + geometry.n_core_layers * entries_per_core_layer
+
+
+def kv_bytes_per_token(
+    geometry: Geometry, entries_per_core_layer: float, bytes_per_value: int
+) -> float:
+    """Bytes of keys and values one token leaves under a KV policy."""
+    entry = 2 * geometry.n_kv_heads * geometry.head_dim * bytes_per_value
+    return kv_entries_per_token(geometry, entries_per_core_layer) * entry
+
+
+def _matrix_weights(modules: Iterable[nn.Module]) -> int:
+    linears = [m for root in modules for m in root.modules() if isinstance(m, nn.Linear)]
+    return sum(m.weight.numel() for m in linears)

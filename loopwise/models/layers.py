@@ -1,0 +1,128 @@
+"""Layers the architectures share. None of them sees a cache: attention talks to a KVView."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from loopwise.models.base import Geometry, KVView
+
+
+class Attention(nn.Module):
+    """Grouped-query attention; rotary phase, masks and storage belong to the view.
+
+    Source: Ainslie et al. 2023, arXiv:2305.13245 (grouped queries).
+    """
+
+    def __init__(self, geometry: Geometry, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.n_heads, self.n_kv_heads = geometry.n_heads, geometry.n_kv_heads
+        self.head_dim = geometry.head_dim
+        d = geometry.d_model
+        width = (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+        self.qkv = nn.Linear(d, width, bias=False)
+        self.out = nn.Linear(self.n_heads * self.head_dim, d, bias=False)
+
+    def forward(self, x: Tensor, r: int | Tensor, view: KVView) -> Tensor:
+        """``x (..., d_model)`` to ``(..., d_model)``."""
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        q, k, v = heads.split((self.n_heads, self.n_kv_heads, self.n_kv_heads), dim=-2)
+        return self.out(view.attend(self.layer, r, q, k, v).flatten(-2))
+
+
+class SwiGLU(nn.Module):
+    """Gated feed-forward layer (Shazeer 2020, arXiv:2002.05202); gate half first."""
+
+    def __init__(self, d_model: int, d_ff: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(d_model, 2 * d_ff, bias=False)
+        self.down = nn.Linear(d_ff, d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * value)
+
+
+class SandwichBlock(nn.Module):
+    """Norm before each sub-layer and after each residual sum, which bounds what is looped.
+
+    Source: Geiping et al. 2025, arXiv:2502.05171, section 3.1: x = n2(attn(n1(x)) + x).
+    """
+
+    def __init__(self, geometry: Geometry, layer: int, d_ff: int, norm_eps: float) -> None:
+        super().__init__()
+        d = geometry.d_model
+        self.norm_attn_in = nn.RMSNorm(d, eps=norm_eps)
+        self.attn = Attention(geometry, layer)
+        self.norm_attn_out = nn.RMSNorm(d, eps=norm_eps)
+        self.norm_mlp_in = nn.RMSNorm(d, eps=norm_eps)
+        self.mlp = SwiGLU(d, d_ff)
+        self.norm_mlp_out = nn.RMSNorm(d, eps=norm_eps)
+
+    def forward(self, x: Tensor, r: int | Tensor, view: KVView) -> Tensor:
+        x = self.norm_attn_out(x + self.attn(self.norm_attn_in(x), r, view))
+        return self.norm_mlp_out(x + self.mlp(self.norm_mlp_in(x)))
+
+
+class PreNormBlock(nn.Module):
+    """Norm before each sub-layer only: the Llama shape (Touvron et al. 2023, arXiv:2302.13971)."""
+
+    def __init__(self, geometry: Geometry, layer: int, d_ff: int, norm_eps: float) -> None:
+        super().__init__()
+        d = geometry.d_model
+        self.norm_attn_in = nn.RMSNorm(d, eps=norm_eps)
+        self.attn = Attention(geometry, layer)
+        self.norm_mlp_in = nn.RMSNorm(d, eps=norm_eps)
+        self.mlp = SwiGLU(d, d_ff)
+
+    def forward(self, x: Tensor, r: int | Tensor, view: KVView) -> Tensor:
+        x = x + self.attn(self.norm_attn_in(x), r, view)
+        return x + self.mlp(self.norm_mlp_in(x))
+
+
+def init_linear_(module: nn.Module, n_effective_layers: float) -> None:
+    """Initialise every matrix below ``module`` in place, as Huginn does.
+
+    In-projections get std sqrt(2/(5 d_in)), projections back into the residual stream a further
+    1/sqrt(2 n_effective_layers). Source: Takase et al. 2023, arXiv:2312.16903; Geiping et al. 2025.
+    """
+    for name, child in module.named_modules():
+        if isinstance(child, (nn.Linear, nn.Embedding)):
+            fan_in = child.weight.shape[1]
+            std = (2 / (5 * fan_in)) ** 0.5
+            if name.endswith(("attn.out", "mlp.down")):
+                std /= (2 * n_effective_layers) ** 0.5
+            nn.init.trunc_normal_(child.weight, std=std, a=-3 * std, b=3 * std)
+
+
+def seeded_normal(seeds: Tensor, width: int) -> Tensor:
+    """Standard normal noise that depends on each row's seed alone.
+
+    Counter-based (SplitMix64 finaliser, then Box-Muller), so it is the same on every device, in any
+    batch and any order.
+
+    Args:
+        seeds: ``(...)`` int64.
+        width: channels.
+    Returns:
+        ``(..., width)`` float32.
+    """
+
+    def shift(x: Tensor, n: int) -> Tensor:  # logical, not arithmetic
+        return (x >> n) & ((1 << (64 - n)) - 1)
+
+    def mix(x: Tensor) -> Tensor:
+        x = (x ^ shift(x, 30)) * -4658895280553007687
+        x = (x ^ shift(x, 27)) * -7723592293110705685
+        return x ^ shift(x, 31)
+
+    half = (width + 1) // 2
+    channel = torch.arange(2 * half, dtype=torch.int64, device=seeds.device)
+    bits = mix(mix(seeds.long()).unsqueeze(-1) + channel * -7046029254386353131)
+    uniform = (shift(bits, 11).double() + 0.5) * 2.0**-53
+    radius = (-2 * uniform[..., :half].log()).sqrt()
+    angle = 2 * torch.pi * uniform[..., half:]
+    both = torch.cat((radius * angle.cos(), radius * angle.sin()), dim=-1)
+    return both[..., :width].float()

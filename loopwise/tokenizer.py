@@ -1,0 +1,368 @@
+"""Text to token ids and exactly back: bytes, or byte-level BPE of our own or of a published model.
+
+Both kinds stand on UTF-8 bytes, so every token has a known length in bytes (`byte_lengths`) and
+``decode(encode(text)) == text``. Text never yields a special id: a document that spells
+``<|endoftext|>`` stays a document. Only the packing and the engine add ``bos_id`` and ``eos_id``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from loopwise.errors import TokenizerError
+
+END_OF_TEXT = "<|endoftext|>"
+# The (bos, eos) spellings of published byte-level tokenizers, the first pair present wins.
+BOS_EOS = (
+    (END_OF_TEXT, END_OF_TEXT),
+    ("<|begin_of_text|>", "<|end_of_text|>"),
+    ("<|begin_text|>", "<|end_text|>"),
+    ("<|bos|>", "<|eos|>"),
+    ("<bos>", "<eos>"),
+    ("<s>", "</s>"),
+)
+Span = tuple[int, int]
+
+
+class Tokenizer(Protocol):
+    """What the rest of the package may ask of a tokenizer."""
+
+    vocab_size: int
+    bos_id: int
+    eos_id: int
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``, never a special one.
+
+        Raises:
+            TokenizerError: a lone surrogate, or a byte the vocabulary has no token for.
+        """
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text, in one faster call."""
+        ...
+
+    def encode_spans(self, text: str) -> tuple[list[int], list[Span]]:
+        """Token ids and the characters ``[start, end)`` each one touches."""
+        ...
+
+    def decode(self, ids: Iterable[int], special: bool = False) -> str:
+        """The text of ``ids``; bytes that are not UTF-8 (half a character) become U+FFFD.
+
+        Args:
+            ids: token ids.
+            special: spell special tokens out; by default they decode to nothing.
+        Raises:
+            TokenizerError: an id outside the vocabulary.
+        """
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 bytes a token stands for; empty for a special token."""
+        ...
+
+    def byte_lengths(self) -> np.ndarray:
+        """``len(token_bytes(id))`` of every id, ``(vocab,)`` int32."""
+        ...
+
+    def to_json(self) -> str:
+        """The text of a ``tokenizer.json`` that `load_tokenizer` reads back."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of `to_json`, in hexadecimal."""
+        ...
+
+
+class _ByteTable:
+    """Decoding shared by both kinds: a table of the bytes and the special spelling of each id."""
+
+    def __init__(self, table: list[bytes], specials: dict[int, str]) -> None:
+        self._table = table
+        self._specials = specials
+        self.vocab_size = len(table)
+
+    def decode(self, ids: Iterable[int], special: bool = False) -> str:
+        """See `Tokenizer.decode`."""
+        parts = []
+        for token_id in ids:
+            token_id = int(token_id)
+            if special and token_id in self._specials:
+                parts.append(self._specials[token_id].encode())
+            else:
+                parts.append(self.token_bytes(token_id))
+        return b"".join(parts).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """See `Tokenizer.token_bytes`."""
+        if not 0 <= token_id < self.vocab_size:
+            raise TokenizerError(f"token id {token_id} is outside 0..{self.vocab_size - 1}")
+        return self._table[token_id]
+
+    def byte_lengths(self) -> np.ndarray:
+        """See `Tokenizer.byte_lengths`."""
+        return np.fromiter(map(len, self._table), dtype=np.int32, count=self.vocab_size)
+
+    def to_json(self) -> str:
+        """See `Tokenizer.to_json`."""
+        raise NotImplementedError
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """See `Tokenizer.fingerprint`."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+
+class ByteTokenizer(_ByteTable):
+    """One token per UTF-8 byte, then ``<|bos|>`` 256 and ``<|eos|>`` 257; needs no file."""
+
+    bos_id = 256
+    eos_id = 257
+
+    def __init__(self) -> None:
+        table = [bytes([value]) for value in range(256)] + [b"", b""]
+        super().__init__(table, {self.bos_id: "<|bos|>", self.eos_id: "<|eos|>"})
+
+    def encode(self, text: str) -> list[int]:
+        """See `Tokenizer.encode`."""
+        return list(_utf8(text))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """See `Tokenizer.encode_batch`."""
+        return [self.encode(text) for text in texts]
+
+    def encode_spans(self, text: str) -> tuple[list[int], list[Span]]:
+        """See `Tokenizer.encode_spans`."""
+        ids = self.encode(text)
+        if len(ids) == len(text):
+            return ids, [(i, i + 1) for i in range(len(text))]
+        return ids, [(i, i + 1) for i, char in enumerate(text) for _ in char.encode()]
+
+    def to_json(self) -> str:
+        """See `Tokenizer.to_json`."""
+        return json.dumps({"type": "loopwise-byte"})
+
+
+class BPETokenizer(_ByteTable):
+    """Byte-level BPE in the ``tokenizer.json`` format of the `tokenizers` library.
+
+    A published file keeps its normaliser, since its model was trained behind it; only with one
+    (NFC, say) may `decode` give back an equivalent text instead of the same.
+
+    Args:
+        text: what the ``tokenizer.json`` holds; `to_json` returns it unchanged.
+    Raises:
+        TokenizerError: not a tokenizer, not byte-level, or no known pair of bos and eos.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._json = text
+        self._inner = _parse(text)
+        added = self._inner.get_added_tokens_decoder()
+        specials = {i: token.content for i, token in added.items() if token.special}
+        by_name = {name: i for i, name in specials.items()}
+        self.bos_id, self.eos_id = _bos_eos(by_name)
+        plain = {i: token.content.encode() for i, token in added.items() if not token.special}
+        super().__init__(_byte_table(self._inner, specials, plain), specials)
+        known = {token[0] for token in self._table if len(token) == 1}
+        # Published vocabularies may lack bytes their training text never had, and the library
+        # then drops the character without a word. C0, C1 and F5.. never occur in UTF-8.
+        legal = set(range(256)) - {0xC0, 0xC1, *range(0xF5, 0x100)}
+        self._missing = bytes(sorted(legal - known))
+        for name in by_name:
+            if not specials.keys().isdisjoint(self.encode(name)):
+                raise TokenizerError(f"the tokenizer turns the text {name!r} into a special token")
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> BPETokenizer:
+        """Learn merges from ``texts``; the same texts in the same order give the same tokenizer.
+
+        Digits stay single tokens, so that numbers are read and written digit by digit. Short text
+        may hold fewer merges than asked for: read `vocab_size` of the result.
+
+        Raises:
+            TokenizerError: ``vocab_size`` cannot hold the 256 bytes and one special token.
+        """
+        if vocab_size < 257:
+            raise TokenizerError(f"vocab_size={vocab_size}; byte-level BPE needs at least 257")
+        inner = tokenizers.Tokenizer(models.BPE())
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        inner.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), byte_level]
+        )
+        inner.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        inner.train_from_iterator(texts, trainer)
+        return cls(inner.to_str())
+
+    def encode(self, text: str) -> list[int]:
+        """See `Tokenizer.encode`."""
+        self._check(text)
+        return self._inner.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """See `Tokenizer.encode_batch`."""
+        for text in texts:
+            self._check(text)
+        batch = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in batch]
+
+    def encode_spans(self, text: str) -> tuple[list[int], list[Span]]:
+        """See `Tokenizer.encode_spans`."""
+        self._check(text)
+        encoding = self._inner.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
+    def to_json(self) -> str:
+        """See `Tokenizer.to_json`."""
+        return self._json
+
+    def __reduce__(self) -> tuple[type[BPETokenizer], tuple[str]]:
+        # The library forgets encode_special_tokens when it is pickled.
+        return type(self), (self._json,)
+
+    def _check(self, text: str) -> None:
+        raw = _utf8(text)
+        if self._missing and len(raw.translate(None, self._missing)) != len(raw):
+            char = next(c for c in text if any(b in self._missing for b in c.encode()))
+            raise TokenizerError(
+                f"the tokenizer has no token for the character {char!r} (U+{ord(char):04X}); "
+                "take it out of the text, or use a tokenizer that holds all 256 bytes"
+            )
+
+
+def load_tokenizer(source: str | Path) -> Tokenizer:
+    """``"byte"``, a ``tokenizer.json``, or a folder that holds one.
+
+    Raises:
+        TokenizerError: nothing there, or not a tokenizer this package can use.
+    """
+    if source == "byte":
+        return ByteTokenizer()
+    path = Path(source).expanduser()
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as err:
+        raise TokenizerError(
+            f"cannot read a tokenizer from {str(source)!r} ({type(err).__name__}: {path}); give "
+            "'byte', a tokenizer.json, or a folder that holds one"
+        ) from err
+    try:
+        return tokenizer_from_json(text)
+    except TokenizerError as err:
+        raise TokenizerError(f"{path}: {err}") from err
+
+
+def tokenizer_from_json(text: str) -> Tokenizer:
+    """The tokenizer that `Tokenizer.to_json` wrote, or one from a published ``tokenizer.json``.
+
+    Raises:
+        TokenizerError: not JSON, or not a tokenizer this package can use.
+    """
+    try:
+        content = json.loads(text)
+    except ValueError as err:
+        raise TokenizerError(f"a tokenizer.json must be JSON: {err}") from err
+    if isinstance(content, dict) and content.get("type") == "loopwise-byte":
+        return ByteTokenizer()
+    return BPETokenizer(text)
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as err:
+        code = ord(text[err.start])
+        raise TokenizerError(
+            f"character {err.start} is U+{code:04X}, half of a surrogate pair, which is not text; "
+            "take it out"
+        ) from err
+
+
+def _parse(text: str) -> tokenizers.Tokenizer:
+    try:
+        inner = tokenizers.Tokenizer.from_str(text)
+    except Exception as err:  # the library raises nothing narrower
+        raise TokenizerError(f"not a tokenizer.json of the tokenizers library: {err}") from err
+    content: dict[str, Any] = json.loads(text)
+    if "ByteLevel" not in _kinds(content.get("decoder")):
+        raise TokenizerError(
+            "the tokenizer is not byte-level, so text would not come back exactly; use a "
+            "byte-level BPE tokenizer.json, 'byte', or train one"
+        )
+    if _prefix_space(content.get("pre_tokenizer")):
+        raise TokenizerError("the tokenizer adds a space before the text (add_prefix_space=true)")
+    inner.encode_special_tokens = True
+    inner.no_padding()
+    inner.no_truncation()
+    # Offsets then cover a token's leading space; our documents add bos and eos themselves.
+    inner.post_processor = processors.ByteLevel(trim_offsets=False)
+    return inner
+
+
+def _parts(part: Any) -> list[dict[str, Any]]:
+    """A decoder or pre-tokenizer and, inside a ``Sequence``, its members."""
+    if not isinstance(part, dict):
+        return []
+    members = part.get("decoders") or part.get("pretokenizers") or []
+    return [part, *members]
+
+
+def _kinds(part: Any) -> set[str]:
+    return {member["type"] for member in _parts(part)}
+
+
+def _prefix_space(part: Any) -> bool:
+    return any(m["type"] == "ByteLevel" and m.get("add_prefix_space") for m in _parts(part))
+
+
+def _bos_eos(ids: dict[str, int]) -> tuple[int, int]:
+    for bos, eos in BOS_EOS:
+        if bos in ids and eos in ids:
+            return ids[bos], ids[eos]
+    pairs = ", ".join(f"{bos} {eos}" for bos, eos in BOS_EOS)
+    found = ", ".join(ids) or "none"
+    raise TokenizerError(f"no known bos and eos among the special tokens: {found}; known: {pairs}")
+
+
+def _byte_table(
+    inner: tokenizers.Tokenizer, specials: dict[int, str], plain: dict[int, bytes]
+) -> list[bytes]:
+    """The bytes of every id; ids that no token uses stand for nothing."""
+    vocab = inner.get_vocab(with_added_tokens=True)
+    table = [b""] * (max(vocab.values()) + 1)
+    to_byte = _byte_of_char()
+    for token, token_id in vocab.items():
+        if token_id in plain:
+            table[token_id] = plain[token_id]
+        elif token_id not in specials:
+            try:
+                table[token_id] = bytes(to_byte[char] for char in token)
+            except KeyError as err:
+                raise TokenizerError(f"token {token!r} is not written in byte-level form") from err
+    return table
+
+
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's printable stand-ins: printable Latin-1 is itself, the rest counts up from U+0100."""
+    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [value for value in range(256) if value not in own]
+    return {chr(v): v for v in own} | {chr(0x100 + i): v for i, v in enumerate(others)}

@@ -1,0 +1,1 @@
+"""Training: how depth is drawn, the loss, the optimisers, the loop, exact resume."""

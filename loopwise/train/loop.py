@@ -1,0 +1,358 @@
+"""The training loop: one depth per optimiser step, exact resume, and no silent trouble."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from loopwise.data import PackedBlocks, TokenBatch, micro_batch_loader
+from loopwise.errors import ConfigError, NonFiniteError
+from loopwise.measure.evaluate import batches, loss_by_depth
+from loopwise.models.base import LoopedModule
+from loopwise.models.costs import flops_per_token, parameters
+from loopwise.tokenizer import Tokenizer
+from loopwise.train.loss import LoopedLoss
+from loopwise.train.machine import can_compile, matmul_peak, peak_memory_gib, pick_dtype
+from loopwise.train.metrics import MetricLog
+from loopwise.train.optim import OptimConfig, Optimizer, lr_factor
+from loopwise.train.recurrence import DepthConfig, DepthSampler
+from loopwise.train.resume import clean_leftovers, load_step, save_step
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """How long, how big, how often."""
+
+    steps: int = 1000
+    seq: int = 256
+    micro_batch: int = 16  # sequences
+    accumulation: int = 1  # micro-batches per optimiser step
+    workers: int = 0  # loader processes
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    compile: Literal["auto", "on", "off"] = "auto"
+    checkpoint_recurrences: bool = False  # recompute each recurrence backwards: less memory
+    eval_every: int = 250  # steps
+    eval_blocks: int = 32
+    eval_depths: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    save_every: int = 250  # steps
+    keep: int = 2  # checkpoints
+    non_finite: Literal["stop", "skip"] = "stop"
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "micro_batch", "accumulation", "eval_every", "save_every", "keep"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"train.{name}={getattr(self, name)} must be at least 1")
+        if self.seq < 2:
+            raise ConfigError(f"train.seq={self.seq} must be at least 2")
+        if self.workers < 0:
+            raise ConfigError(f"train.workers={self.workers} must not be negative")
+
+
+class Interrupted(Exception):
+    """A signal asked the run to stop; its state is saved at ``step``."""
+
+    def __init__(self, step: int, signal_name: str) -> None:
+        super().__init__(f"stopped by {signal_name} after step {step}; resume to go on")
+        self.step = step
+
+
+class Trainer:
+    """Trains one model into a folder.
+
+    Args:
+        model: float32, freshly made; it is moved to the compute dtype.
+        tokenizer: saved with every checkpoint.
+        train, held_out: packed blocks.
+        config, optim, depth: the settings.
+        seed: of data order (through ``train``), depth draws and noise.
+        folder: of ``metrics.jsonl`` and ``checkpoints/``.
+        data_info: hashes and counts of the data, kept in ``training.json``.
+        on_event: called with every event that is logged, for displays.
+    """
+
+    def __init__(
+        self,
+        model: LoopedModule,
+        tokenizer: Tokenizer,
+        train: PackedBlocks,
+        held_out: PackedBlocks,
+        *,
+        config: TrainConfig,
+        optim: OptimConfig,
+        depth: DepthConfig,
+        seed: int,
+        folder: Path,
+        data_info: dict[str, Any] | None = None,
+        device: torch.device | None = None,
+        on_event: Callable[[Event], None] | None = None,
+    ) -> None:
+        self.device = device or torch.device("cpu")
+        dtype, self.dtype_reason = pick_dtype(config.dtype, self.device)
+        self.model = model.to(self.device)
+        self.optimizer = _make_optimizer(self.model, optim, dtype)
+        self.tokenizer, self.train, self.held_out = tokenizer, train, held_out
+        self.config, self.optim, self.depth = config, optim, depth
+        self.sampler = DepthSampler(depth)
+        self.seed, self.folder, self.data_info = seed, folder, data_info or {}
+        compiled = config.compile == "on" or (config.compile == "auto" and can_compile(self.device))
+        self.loss = LoopedLoss(
+            self.model,
+            backprop_depth=depth.backprop_depth,
+            checkpoint_recurrences=config.checkpoint_recurrences,
+            compiled=compiled,
+        )
+        self.compiled = compiled
+        self.costs = flops_per_token(self.model, context=config.seq // 2)
+        self.step = 0
+        self.skipped = 0
+        self.last_loss = math.nan
+        self._on_event = on_event or (lambda event: None)
+        self._signal: str | None = None
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Positions per optimiser step; targets are slightly fewer."""
+        return self.config.seq * self.config.micro_batch * self.config.accumulation
+
+    @property
+    def tokens(self) -> int:
+        """Positions seen so far."""
+        return self.step * self.tokens_per_step
+
+    def estimate(self) -> Event:
+        """Memory and time of the run, before its first step, from formulas and the matmul peak."""
+        peak = matmul_peak(self.model.dtype, self.device)
+        flops = sum(
+            p * self.costs.training(d + 1, self.depth.backprop_depth)
+            for d, p in enumerate(self.sampler.pmf)
+        )
+        seconds = flops * self.tokens_per_step * self.config.steps / (0.45 * peak)
+        return {
+            "event": "estimate",
+            "parameters": parameters(self.model),
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "dtype_reason": self.dtype_reason,
+            "compiled": self.compiled,
+            "matmul_peak_flops": peak,
+            "training_flops_per_token": flops,
+            "steps": self.config.steps,
+            "tokens": self.tokens_per_step * self.config.steps,
+            "time_s": seconds,
+            "memory_gib": self._memory_estimate_gib(),
+            "depth": self.sampler.describe(),
+        }
+
+    def run(self, resume: bool = False) -> Event:
+        """Train to the last step, or from the newest checkpoint on.
+
+        Returns:
+            The final event: losses by depth and the checkpoint's path.
+        Raises:
+            Interrupted: SIGTERM or SIGINT; the state was saved first.
+            NonFiniteError: a loss or gradient was not finite (``non_finite = stop``).
+        """
+        checkpoints = self.folder / "checkpoints"
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        clean_leftovers(checkpoints)
+        if resume:
+            self.step = load_step(checkpoints, self.optimizer)
+        self.log = MetricLog(self.folder / "metrics.jsonl")
+        estimate = self.estimate()
+        self.peak = estimate["matmul_peak_flops"]
+        self._emit(estimate)
+        with self._signals():
+            try:
+                self._steps()
+                losses = self._evaluate()
+            except Interrupted:
+                self._save()
+                raise
+            path = self._save()
+        final = {"event": "done", "step": self.step, "checkpoint": str(path), **losses}
+        self._emit(final)
+        return final
+
+    def _steps(self) -> None:
+        loader = micro_batch_loader(
+            self.train,
+            start_step=self.step,
+            micro_batch=self.config.micro_batch,
+            accumulation=self.config.accumulation,
+            rank=0,
+            world_size=1,
+            workers=self.config.workers,
+        )
+        for micro_batches in loader:
+            if self.step >= self.config.steps:
+                break
+            self._one_step([b.to(self.device) for b in micro_batches])
+            if self.step % self.config.eval_every == 0 and self.step < self.config.steps:
+                self._emit({"event": "eval", "step": self.step, **self._evaluate()})
+            if self.step % self.config.save_every == 0 and self.step < self.config.steps:
+                self._save()
+
+    def _one_step(self, micro_batches: list[TokenBatch]) -> None:
+        start = time.perf_counter()
+        depth = self.sampler.draw(self.seed, self.step)
+        n_targets = sum(b.n_targets for b in micro_batches)
+        total = 0.0
+        for index, batch in enumerate(micro_batches):
+            self._stop_if_asked()
+            loss = self.loss(batch, depth, self._seeds(batch, index))
+            (loss / n_targets).backward()
+            total += loss.item() / n_targets
+        norm = self.optimizer.collect_gradients()
+        factor = lr_factor(self.optim, self.step, self.config.steps)
+        finite = math.isfinite(total) and math.isfinite(norm.item())
+        if finite:
+            self.optimizer.step(norm, factor)
+        else:
+            self._refuse_update(total, norm.item(), depth)
+        self.step += 1
+        self.last_loss = total
+        seconds = time.perf_counter() - start
+        positions = self.tokens_per_step
+        flops = positions * self.costs.training(depth, self.depth.backprop_depth) / seconds
+        self._emit(
+            {
+                "event": "step",
+                "step": self.step,
+                "loss_nats": total,
+                "depth": depth,
+                "grad_norm": norm.item(),
+                "lr": self.optim.lr * factor,
+                "tokens": self.tokens,
+                "step_s": seconds,
+                "tokens_per_s": positions / seconds,
+                "flops_per_s": flops,
+                "matmul_peak_share": flops / self.peak,
+                "peak_memory_gib": peak_memory_gib(self.device),
+                "skipped_steps": self.skipped,
+            }
+        )
+
+    def _refuse_update(self, loss: float, norm: float, depth: int) -> None:
+        """A non-finite step never reaches the weights."""
+        self.optimizer.zero_grad()
+        what = f"loss {loss}, gradient norm {norm} at step {self.step + 1} (depth {depth})"
+        if self.config.non_finite == "stop":
+            self._emit({"event": "non_finite", "step": self.step + 1, "loss": loss, "norm": norm})
+            raise NonFiniteError(
+                f"{what}; the update was not applied. Lower optim.lr, or set "
+                "train.non_finite=skip to count and go on"
+            )
+        self.skipped += 1
+        self._emit({"event": "skipped", "step": self.step + 1, "loss": loss, "norm": norm})
+
+    def _seeds(self, batch: TokenBatch, index: int) -> torch.Tensor:
+        """Noise seeds that never repeat over steps, a pure function of (seed, step, place)."""
+        n = batch.token_ids.numel()
+        base = ((self.seed * 1_000_003 + self.step) * 1_024 + index << 24) % (1 << 62)
+        seeds = base + torch.arange(n, dtype=torch.int64, device=self.device)
+        return seeds.view_as(batch.token_ids)
+
+    def _evaluate(self) -> Event:
+        self.model.eval()
+        limit = self.model.geometry.max_depth or max(self.config.eval_depths)
+        depths = sorted({min(d, limit) for d in self.config.eval_depths})
+
+        def watched() -> Iterator[TokenBatch]:
+            size = self.config.micro_batch
+            for batch in batches(self.held_out, size, self.config.eval_blocks):
+                self._stop_if_asked()
+                yield batch.to(self.device)
+
+        losses = loss_by_depth(self.model, watched(), depths, self.loss.core_step)
+        self.model.train()
+        return {"loss_nats_by_depth": {str(d): loss for d, loss in losses.items()}}
+
+    def _save(self) -> Path:
+        return save_step(
+            self.folder / "checkpoints",
+            self.step,
+            self.model,
+            self.tokenizer,
+            self.optimizer,
+            self._training_info(),
+            self.config.keep,
+        )
+
+    def _training_info(self) -> Event:
+        return {
+            "step": self.step,
+            "steps": self.config.steps,
+            "tokens_seen": self.tokens,
+            "seq": self.config.seq,
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "seed": self.seed,
+            "depth": self.sampler.describe(),
+            "data": self.data_info,
+            "last_train_loss_nats": self.last_loss if math.isfinite(self.last_loss) else None,
+            "skipped_steps": self.skipped,
+        }
+
+    def _memory_estimate_gib(self) -> float:
+        """Weights, gradients, masters and optimiser state, plus what back-propagation keeps."""
+        n = parameters(self.model)
+        size = torch.finfo(self.model.dtype).bits // 8
+        state = n * (2 * size + 16)
+        g = self.model.geometry
+        rows = self.config.seq * self.config.micro_batch
+        through = min(self.depth.backprop_depth, self.sampler.quantile(0.99))
+        # Measured: about 22 tensors of width d_model are kept per layer and token.
+        per_layer = 22 * g.d_model * size * rows
+        core = 1 if self.config.checkpoint_recurrences else through
+        layers = g.n_prelude_layers + g.n_coda_layers + g.n_core_layers * core
+        logits = rows * g.vocab_size * (4 + size)
+        return (state + per_layer * layers + logits) / 1024**3
+
+    def _emit(self, event: Event) -> None:
+        self.log.write(event)
+        self._on_event(event)
+
+    def _stop_if_asked(self) -> None:
+        if self._signal:
+            self.optimizer.zero_grad()
+            raise Interrupted(self.step, self._signal)
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Turn the first SIGTERM or SIGINT into a saved stop; a second one acts as usual."""
+        names = (signal.SIGTERM, signal.SIGINT)
+        before = {}
+
+        def note(number: int, frame: object) -> None:
+            self._signal = signal.Signals(number).name
+            for each, handler in before.items():
+                signal.signal(each, handler)
+
+        try:
+            before = {n: signal.signal(n, note) for n in names}
+        except ValueError:  # not in the main thread: signals belong to somebody else
+            before = {}
+        try:
+            yield
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+
+
+def _make_optimizer(model: LoopedModule, config: OptimConfig, dtype: torch.dtype) -> Optimizer:
+    """Masters keep the float32 values the model was made with, whatever it computes in."""
+    exact = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model.to(dtype)
+    optimizer = Optimizer(model, config)
+    with torch.no_grad():
+        for name, master in optimizer.masters.items():
+            master.copy_(exact[name])
+    return optimizer

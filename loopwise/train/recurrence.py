@@ -1,0 +1,165 @@
+"""How the recurrence count of an optimiser step is drawn.
+
+Every sampler is a probability table over 1 .. max_depth, so its true mean and quantiles are known
+before training, and a draw is a pure function of (seed, step): equal on every rank and after a
+resume, with no generator state to keep.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopwise.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DepthConfig:
+    """Which depths a training run sees."""
+
+    kind: Literal["lognormal", "lognormal-poisson", "uniform", "fixed"] = "lognormal"
+    mean: float = 8.0
+    sigma: float = 0.5  # of the logarithm
+    max_depth: int | None = None  # draws above it are redrawn; default 4 x mean
+    exact_mean: bool = True  # shift the distribution until its true mean is `mean`
+    backprop_depth: int = 8  # gradients flow through the last so many recurrences
+
+    def __post_init__(self) -> None:
+        if not self.mean >= 1:
+            raise ConfigError(f"depth.mean={self.mean} must be at least 1")
+        if not 0 < self.sigma <= 2:
+            raise ConfigError(f"depth.sigma={self.sigma} must be in (0, 2]")
+        if self.backprop_depth < 1:
+            raise ConfigError(f"depth.backprop_depth={self.backprop_depth} must be at least 1")
+        if self.max_depth is not None and self.max_depth < self.mean:
+            raise ConfigError(
+                f"depth.max_depth={self.max_depth} must be at least depth.mean={self.mean}"
+            )
+        if self.kind == "fixed" and self.mean != round(self.mean):
+            raise ConfigError(f"depth.mean={self.mean} must be whole for kind 'fixed'")
+        if self.kind == "uniform" and (2 * self.mean) != round(2 * self.mean):
+            raise ConfigError(f"depth.mean={self.mean} must be a multiple of 0.5 for 'uniform'")
+
+
+class DepthSampler:
+    """A distribution over recurrence counts, and its draws.
+
+    Attributes:
+        pmf: ``(max_depth,)`` float64; entry i is the probability of depth i + 1.
+    """
+
+    def __init__(self, config: DepthConfig) -> None:
+        self.config = config
+        self.pmf = _probability_table(config)
+        self._cdf = np.cumsum(self.pmf)
+
+    @property
+    def mean(self) -> float:
+        """True mean of the drawn depths."""
+        return float(self.pmf @ np.arange(1, self.pmf.size + 1))
+
+    @property
+    def std(self) -> float:
+        depths = np.arange(1, self.pmf.size + 1)
+        return float(np.sqrt(self.pmf @ (depths - self.mean) ** 2))
+
+    def quantile(self, q: float) -> int:
+        """Smallest depth that at least a share ``q`` of draws does not exceed."""
+        return int(np.searchsorted(self._cdf, q - 1e-12) + 1)
+
+    def draw(self, seed: int, step: int) -> int:
+        """Depth of optimiser step ``step``."""
+        u = np.random.default_rng((seed, step)).random()
+        return int(min(np.searchsorted(self._cdf, u, side="right"), self.pmf.size - 1) + 1)
+
+    def describe(self) -> dict[str, float | int | str]:
+        """True moments and quantiles, for logs and ``training.json``."""
+        return {
+            "kind": self.config.kind,
+            "asked_mean": self.config.mean,
+            "true_mean": self.mean,
+            "std": self.std,
+            "median": self.quantile(0.5),
+            "p95": self.quantile(0.95),
+            "p99": self.quantile(0.99),
+            "max": int(np.flatnonzero(self.pmf)[-1] + 1),
+            "backprop_depth": self.config.backprop_depth,
+        }
+
+
+def _probability_table(config: DepthConfig) -> NDArray[np.float64]:
+    if config.kind == "fixed":
+        table = np.zeros(int(config.mean))
+        table[-1] = 1.0
+        return table
+    if config.kind == "uniform":  # 1 .. 2 mean - 1
+        n = int(2 * config.mean - 1)
+        return np.full(n, 1.0 / n)
+    size = config.max_depth or max(math.ceil(4 * config.mean), 4)
+    if config.kind == "lognormal":
+        # Centred on `mean`, as a real number; rounding and the cut move it, hence exact_mean.
+        centre = math.log(config.mean) - config.sigma**2 / 2
+
+        def table_at(mu: float) -> NDArray[np.float64]:
+            return _rounded_lognormal(mu, config.sigma, size)
+
+    else:
+        # Huginn's formula: rate ~ LogNormal(ln(max(mean, backprop)) - sigma^2/2, sigma), depth =
+        # Poisson(rate) + 1, whose mean is max(mean, backprop) + 1 (arXiv:2502.05171, appendix).
+        centre = math.log(max(config.mean, config.backprop_depth)) - config.sigma**2 / 2
+        if config.max_depth is None:
+            size = max(size, 4 * config.backprop_depth)
+
+        def table_at(mu: float) -> NDArray[np.float64]:
+            return _lognormal_poisson(mu, config.sigma, size)
+
+    return _with_mean(table_at, config.mean, size) if config.exact_mean else table_at(centre)
+
+
+def _with_mean(table_at, mean: float, size: int) -> NDArray[np.float64]:
+    """Bisect the location until the table's mean is ``mean``; the mean grows with the location."""
+    depths = np.arange(1, size + 1)
+    low, high = -20.0, 20.0
+    for _ in range(100):
+        middle = (low + high) / 2
+        if table_at(middle) @ depths < mean:
+            low = middle
+        else:
+            high = middle
+    table = table_at(high)
+    if abs(table @ depths - mean) > 1e-6:
+        raise ConfigError(f"depth.mean={mean} cannot be reached with depth.max_depth={size}")
+    return table
+
+
+def _rounded_lognormal(mu: float, sigma: float, size: int) -> NDArray[np.float64]:
+    """Log-normal, rounded to the nearest whole number of at least 1, cut at ``size``."""
+    edges = np.log(np.arange(1, size + 1) + 0.5)
+    cdf = np.array([0.5 * math.erfc(-(e - mu) / (sigma * math.sqrt(2))) for e in edges])
+    table = np.diff(cdf, prepend=0.0)
+    total = table.sum()
+    if total < 1e-300:  # everything lies beyond the cut
+        table = np.zeros(size)
+        table[-1] = total = 1.0
+    return table / total
+
+
+def _lognormal_poisson(mu: float, sigma: float, size: int) -> NDArray[np.float64]:
+    """Poisson(LogNormal(mu, sigma)) + 1 by quadrature over the normal, cut at ``size``."""
+    z = np.linspace(-8, 8, 801)
+    weight = np.exp(-0.5 * z**2)
+    weight /= weight.sum()
+    log_rate = mu + sigma * z
+    count = np.arange(size)
+    log_factorial = np.array([math.lgamma(c + 1) for c in count])
+    log_p = count[:, None] * log_rate - np.exp(log_rate) - log_factorial[:, None]
+    table = np.exp(log_p) @ weight
+    total = table.sum()
+    if total < 1e-300:
+        table = np.zeros(size)
+        table[-1] = total = 1.0
+    return table / total

@@ -1,0 +1,75 @@
+"""What a run needs to go on exactly where it stopped.
+
+Data order, depth draws and noise seeds are pure functions of (seed, step), so the step number
+restores them; what remains is the float32 weights (in the checkpoint itself) and the optimisers.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from loopwise.errors import CheckpointError
+from loopwise.models.base import LoopedModule
+from loopwise.models.checkpoint import point_to, resolve, save_checkpoint
+from loopwise.tokenizer import Tokenizer
+from loopwise.train.optim import Optimizer
+
+
+def save_step(
+    folder: Path,
+    step: int,
+    model: LoopedModule,
+    tokenizer: Tokenizer,
+    optimizer: Optimizer,
+    training: dict[str, Any],
+    keep: int,
+) -> Path:
+    """Save ``folder/step-N`` after optimiser step N, move the pointer, then drop the oldest.
+
+    Raises:
+        CheckpointError: the disk refused; earlier checkpoints and the pointer are untouched.
+    """
+    name = f"step-{step:07d}"
+    path = folder / name
+    if not path.exists():
+
+        def write_trainer(into: Path) -> None:
+            torch.save(optimizer.state_dict(), into / "optimizer.pt")
+            (into / "state.json").write_text(json.dumps({"step": step}), encoding="utf-8")
+
+        state = {k: v.detach() for k, v in optimizer.masters.items()}
+        save_checkpoint(path, model, tokenizer, training, state=state, trainer=write_trainer)
+    point_to(folder, name)
+    for old in sorted(p for p in folder.glob("step-*") if p.is_dir() and p != path)[: -keep + 1]:
+        shutil.rmtree(old)
+    return path
+
+
+def clean_leftovers(folder: Path) -> None:
+    """Remove what a killed process left half-written."""
+    for partial in folder.glob(".partial-*"):
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def load_step(folder: Path, optimizer: Optimizer) -> int:
+    """Restore masters and optimisers from the newest checkpoint of ``folder``; its step.
+
+    Raises:
+        CheckpointError: none is there, or it holds no trainer state.
+    """
+    path = resolve(folder)
+    state_file = path / "trainer" / "state.json"
+    if not state_file.is_file():
+        raise CheckpointError(
+            f"{str(path)!r} holds no trainer state, so it cannot be resumed; start a new run from it"
+        )
+    step = json.loads(state_file.read_text(encoding="utf-8"))["step"]
+    state = torch.load(path / "trainer" / "optimizer.pt", weights_only=True)
+    optimizer.load_state_dict(state, load_file(path / "model.safetensors"))
+    return step
