@@ -49,7 +49,7 @@ class ReadOptions:
     encoding_errors: EncodingErrors = "strict"  # replace: U+FFFD; skip: drop the line or document
     split: Split = "auto"  # of .txt; auto: at separator lines if the first MiB has one, else file
     separator: str = "<|endoftext|>"  # a line that holds this and nothing else
-    max_document_chars: int = 20_000  # longer ones are cut at a newline, else at a space
+    max_document_chars: int = 20_000  # longer ones from files are cut at a newline, else a space
 
     def __post_init__(self) -> None:
         for name, allowed in (("encoding_errors", EncodingErrors), ("split", Split)):
@@ -134,10 +134,11 @@ def split_held_out(
             "or lower max_document_chars or choose another split so that it becomes several"
         )
     draws = [_draw(seed, index, document.text) for index, document in enumerate(every)]
-    limit = max(min(draws), min(fraction, max(draws) - 1e-12))
-    held_out = [document for document, draw in zip(every, draws, strict=True) if draw <= limit]
-    train = [document for document, draw in zip(every, draws, strict=True) if draw > limit]
-    return train, held_out
+    wanted = sum(draw < fraction for draw in draws)
+    lowest_first = sorted(range(len(every)), key=draws.__getitem__)
+    chosen = set(lowest_first[: min(max(wanted, 1), len(every) - 1)])
+    train = [document for index, document in enumerate(every) if index not in chosen]
+    return train, [document for index, document in enumerate(every) if index in chosen]
 
 
 def _draw(seed: int, index: int, text: str) -> float:
@@ -172,7 +173,8 @@ def _expand(source: str | Path, report: ReadReport) -> list[str | Path]:
 def _files_in(folder: Path, report: ReadReport) -> list[Path]:
     found = sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("."))
     files = [path for path in found if _format(path)[0] in FORMATS]
-    report.skipped["other file type"] += len(found) - len(files)
+    if len(files) < len(found):
+        report.skipped["other file type"] += len(found) - len(files)
     if not files:
         raise DataError(f"no {_known_types()} file in folder {str(folder)!r}")
     return [_checked(path) for path in files]
@@ -316,12 +318,7 @@ def _parquet_records(path: Path, options: ReadOptions) -> Iterator[_Record]:
                 unpacked.write(chunk)
         try:
             file = parquet.ParquetFile(unpacked if _format(path)[1] else path)
-            names = file.schema_arrow.names
-            if options.text_field not in names:
-                raise DataError(
-                    f"{path}: no column {options.text_field!r}; set text_field to one of: "
-                    f"{', '.join(names)}"
-                )
+            _check_column(path, arrow, file.schema_arrow, options.text_field)
             row = itertools.count(1)
             for batch in file.iter_batches(batch_size=256, columns=[options.text_field]):
                 # As bytes, so that a value that is not UTF-8 meets encoding_errors.
@@ -330,6 +327,18 @@ def _parquet_records(path: Path, options: ReadOptions) -> Iterator[_Record]:
                     yield f"row {next(row)}", {options.text_field: value}
         except (arrow.ArrowException, OSError) as err:
             raise DataError(f"{path}: not a readable Parquet file with text ({err})") from err
+
+
+def _check_column(path: Path, arrow: Any, schema: Any, name: str) -> None:
+    if name not in schema.names:
+        known = ", ".join(schema.names)
+        raise DataError(f"{path}: no column {name!r}; set text_field to one of: {known}")
+    kind = schema.field(name).type
+    plain = kind.value_type if arrow.types.is_dictionary(kind) else kind
+    if not (arrow.types.is_string(plain) or arrow.types.is_large_string(plain)):
+        raise DataError(
+            f"{path}: column {name!r} holds {kind}, not text; choose another text_field"
+        )
 
 
 def _hub_records(name: str, split: str) -> Iterator[_Record]:
@@ -357,7 +366,7 @@ def _text_documents(path: Path, options: ReadOptions, report: ReadReport) -> Ite
         separator = options.separator.encode()
         has_one = any(_is_line(line, separator) for line in head.split(b"\n"))
         split = "separator" if has_one else "file"
-    pieces = _Pieces(path, options, report, keeps_last_newline=split == "file")
+    pieces = _Pieces(path, options, report)
     for number, raw in enumerate(_lines(chunks), start=1):
         if split == "separator" and _is_line(raw, options.separator.encode()):
             yield from pieces.end()
@@ -373,18 +382,15 @@ def _text_documents(path: Path, options: ReadOptions, report: ReadReport) -> Ite
 
 
 class _Pieces:
-    """Lines gathered into documents that never grow past the limit.
+    """Lines gathered into documents, and those cut to the limit; their last line end is left off.
 
-    A line of None is one to skip: it takes the document it stands in with it.
+    A line of None is one to skip: it takes the document, or what is gathered of it, along.
     """
 
-    def __init__(
-        self, path: Path, options: ReadOptions, report: ReadReport, keeps_last_newline: bool
-    ) -> None:
+    def __init__(self, path: Path, options: ReadOptions, report: ReadReport) -> None:
         self.path = path
         self.limit = options.max_document_chars
         self.report = report
-        self.keeps_last_newline = keeps_last_newline
         self._reset()
 
     def _reset(self) -> None:
@@ -404,14 +410,12 @@ class _Pieces:
         if self.n_chars > 2 * self.limit:
             *full, rest = _cut("".join(self.lines), self.limit)
             yield from self._documents(full)
-            self.lines, self.n_chars = [rest], len(rest)
-            self.broken = False
+            self.lines = [] if self.broken else [rest]
+            self.n_chars, self.broken = sum(map(len, self.lines)), False
 
     def end(self) -> Iterator[Document]:
         """Give out what is left; the next line starts a new document."""
-        text = "".join(self.lines)
-        if not self.keeps_last_newline:
-            text = text.removesuffix("\n")
+        text = "".join(self.lines).removesuffix("\n")
         if self.lines and not text.strip() and not self.broken:
             self.report.skipped[_BLANK] += 1
         elif self.lines or self.broken:
@@ -428,14 +432,17 @@ class _Pieces:
 
 def _cut(text: str, limit: int) -> Iterator[str]:
     """Pieces of at most ``limit`` characters, but for white space at the end, that join to text."""
-    start = 0
-    while len(text) - start > limit and text[start + limit :].strip():
+    start, stop = 0, len(text.rstrip())
+    while stop - start > limit:
         end = start + limit
         for mark in ("\n", " "):
             found = text.rfind(mark, start, end)
             if text[start : found + 1].strip():
                 end = found + 1
                 break
+        else:
+            while text[end].isspace():  # what stands before ``stop`` is not white space
+                end += 1
         yield text[start:end]
         start = end
     yield text[start:]
@@ -518,11 +525,11 @@ def _zstd_chunks(file: IO[bytes]) -> Iterator[bytes]:
     frame = zstandard.ZstdDecompressor().decompressobj()
     fresh = True
     gathered = b""
-    while data := file.read(_CHUNK):
+    while data := file.read(_CHUNK // 16):  # unpacks to many times as much
         while data:
             gathered += frame.decompress(data)
             data, fresh = frame.unused_data, frame.eof
-            if frame.eof:
+            if fresh:
                 frame = zstandard.ZstdDecompressor().decompressobj()
         if len(gathered) >= _CHUNK:
             yield gathered

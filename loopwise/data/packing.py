@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from loopwise.data.documents import Document
-from loopwise.errors import ConfigError, DataError
+from loopwise.errors import ConfigError, DataError, TokenizerError
 from loopwise.tokenizer import Tokenizer
 
 FORMAT_VERSION = 1  # of the token files; raise it when their bytes change meaning
@@ -339,10 +339,23 @@ def _token_chunks(
         waiting.append(document)
         n_chars += len(document.text)
         if n_chars >= _BATCH_CHARS:
-            yield _encode(waiting, tokenizer)
+            yield _encode_named(waiting, tokenizer)
             waiting, n_chars = [], 0
     if waiting:
-        yield _encode(waiting, tokenizer)
+        yield _encode_named(waiting, tokenizer)
+
+
+def _encode_named(documents: list[Document], tokenizer: Tokenizer) -> _Chunk:
+    try:
+        return _encode(documents, tokenizer)
+    except TokenizerError:
+        # The whole batch was refused at once: find the document, so that its source can be named.
+        for document in documents:
+            try:
+                tokenizer.encode(document.text)
+            except TokenizerError as err:
+                raise TokenizerError(f"{document.source or 'a document'}: {err}") from err
+        raise
 
 
 def _encode(documents: list[Document], tokenizer: Tokenizer) -> _Chunk:

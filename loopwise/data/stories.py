@@ -42,8 +42,8 @@ _BOYS = _words(
     "Amir Bruno Dan Emil Felix Hans Ivan Jonas Karl Milo"
 )
 _NAMES = _GIRLS + _BOYS
-_HE = {n: "she" for n in _GIRLS} | {n: "he" for n in _BOYS}
-_HIS = {n: "her" for n in _GIRLS} | {n: "his" for n in _BOYS}
+_HE = dict.fromkeys(_GIRLS, "she") | dict.fromkeys(_BOYS, "he")
+_HIS = dict.fromkeys(_GIRLS, "her") | dict.fromkeys(_BOYS, "his")
 _COLOURS = _words("red blue green yellow black white orange purple brown grey pink golden")
 _OBJECTS = _words(
     "ball key lamp book hat kite drum cup coin ring map shell whistle doll spoon candle mirror "

@@ -74,7 +74,9 @@ def parse_rule(text: str, max_depth: int = 8) -> ExitRule:
         EXITS[name]
     first, *fields = [part.strip() for part in rest.split(",")]
     if not first:
-        raise ExitError(f"exit rule {text!r} has no threshold; write for example kl:1e-3 or fixed:8")
+        raise ExitError(
+            f"exit rule {text!r} has no threshold; write for example kl:1e-3 or fixed:8"
+        )
     if name == "fixed":
         rule = ExitRule(policy=name, max_depth=_whole(text, first))
     else:
@@ -84,7 +86,9 @@ def parse_rule(text: str, max_depth: int = 8) -> ExitRule:
         key, _, value = field.partition("=")
         if key not in names:
             hint = did_you_mean(key, names)
-            raise ExitError(f"exit rule {text!r} has no field {key!r}{hint or ';'} known: min, max, patience")
+            raise ExitError(
+                f"exit rule {text!r} has no field {key!r}{hint or ';'} known: min, max, patience"
+            )
         rule = replace(rule, **{names[key]: _whole(text, value)})
     return rule
 
@@ -139,7 +143,9 @@ def _whole(text: str, value: str) -> int:
     try:
         number = int(value)
     except ValueError:
-        raise ExitError(f"exit rule {text!r}: {value!r} is not a whole number of recurrences") from None
+        raise ExitError(
+            f"exit rule {text!r}: {value!r} is not a whole number of recurrences"
+        ) from None
     if number < 1:
         raise DepthError(f"exit rule {text!r}: {number} must be at least 1")
     return number

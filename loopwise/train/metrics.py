@@ -23,7 +23,7 @@ class MetricLog:
     def write(self, event: dict[str, Any]) -> None:
         line = {"segment": self.segment, **event}
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
+            file.write(json.dumps(finite(line), allow_nan=False) + "\n")
 
 
 def read_metrics(path: Path, kind: str = "step") -> list[dict[str, Any]]:
@@ -53,11 +53,11 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return out
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
+        return {k: finite(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(v) for v in value]
+        return [finite(v) for v in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

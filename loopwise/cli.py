@@ -1,0 +1,216 @@
+"""The command line. Each command imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from loopwise.errors import LoopwiseError
+
+if TYPE_CHECKING:
+    from loopwise.display import Display
+    from loopwise.settings import RunConfig
+
+app = typer.Typer(
+    help="Train, measure and serve depth-recurrent language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+DataOption = Annotated[
+    list[str] | None,
+    typer.Option("--data", help="Text: files, folders, globs, hub:OWNER/NAME, builtin:stories."),
+]
+HeldOutOption = Annotated[
+    list[str] | None,
+    typer.Option("--held-out", help="Text to measure on; by default a part of --data."),
+]
+ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML file of settings.")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", help="One setting, e.g. --set optim.lr=3e-4.")
+]
+PresetOption = Annotated[str | None, typer.Option("--preset", help="tiny, small or paper-135m.")]
+SeedOption = Annotated[int | None, typer.Option("--seed", help="Seed of everything random.")]
+OutOption = Annotated[Path | None, typer.Option("--out", help="Run folder.")]
+ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Last line on stdout is one JSON object.")]
+DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+
+
+@app.command()
+def study(
+    data: DataOption = None,
+    held_out: HeldOutOption = None,
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    preset: PresetOption = None,
+    seed: SeedOption = None,
+    out: OutOption = None,
+    resume: ResumeOption = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Train, measure how every token converges, allocate depth, report: the whole line."""
+    with _command(as_json, debug) as (display, answer):
+        from loopwise.study import run_study
+
+        settings = _settings(preset, config, set_, data, held_out, seed)
+        answer(run_study(settings, out or Path("runs") / "study", display, resume))
+
+
+@app.command()
+def train(
+    data: DataOption = None,
+    held_out: HeldOutOption = None,
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    preset: PresetOption = None,
+    seed: SeedOption = None,
+    out: OutOption = None,
+    resume: ResumeOption = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Train a model with random depth; checkpoints and metrics go to --out."""
+    with _command(as_json, debug) as (display, answer):
+        from loopwise.study import open_run, train_stage
+
+        folder = out or Path("runs") / "train"
+        settings = open_run(folder, _settings(preset, config, set_, data, held_out, seed), resume)
+        answer(train_stage(settings, folder, display, resume))
+
+
+@app.command()
+def measure(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint or run folder.")],
+    data: DataOption = None,
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    out: OutOption = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Trace every token of --data at every recurrence; fits the probe (A2) on its first part."""
+    with _command(as_json, debug) as (display, answer):
+        from loopwise.study import measure_command
+
+        settings = _settings(None, config, set_, data, None, None)
+        traces = measure_command(checkpoint, data, settings, out, display)
+        answer({"traces": [str(t.folder) for t in traces], "tokens": [t.n_tokens for t in traces]})
+
+
+@app.command()
+def frontier(
+    trace: Annotated[list[Path], typer.Argument(help="Trace folders.")],
+    checkpoint: Annotated[
+        Path | None, typer.Option("--checkpoint", help="Where the weights are now, if moved.")
+    ] = None,
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Quality against depth for A0, A1, A2 and the oracles, replayed and live."""
+    with _command(as_json, debug) as (display, answer):
+        from loopwise.study import frontier_command
+
+        settings = _settings(None, config, set_, None, None, None)
+        answer({"frontiers": frontier_command(trace, checkpoint, settings, display)})
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="Run folder that holds results.json.")],
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Write report.html and plots/ from results.json."""
+    with _command(as_json, debug) as (_, answer):
+        from loopwise.report import write_report
+
+        answer({"report": str(write_report(run))})
+
+
+@app.command()
+def generate(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint or run folder.")],
+    prompt: Annotated[str, typer.Argument(help="Text to go on from.")],
+    depth: Annotated[int | None, typer.Option("--depth", help="Uniform recurrences.")] = None,
+    exit_: Annotated[str | None, typer.Option("--exit", help="Exit rule, e.g. kl:1e-3.")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens")] = 80,
+    temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option("--seed")] = 0,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Decode with the reference decoder; text is coloured by the depth each token used."""
+    with _command(as_json, debug) as (_, answer):
+        from loopwise.generate import generate_command
+
+        console = Console()
+        answer(
+            generate_command(
+                checkpoint, prompt, depth, exit_, max_tokens, temperature, seed, console
+            )
+        )
+
+
+@contextmanager
+def _command(
+    as_json: bool, debug: bool
+) -> Iterator[tuple[Display, Callable[[dict[str, Any]], None]]]:
+    """Run a command: display on stderr, the answer on stdout, one line and code 2 for bad input."""
+    from loopwise.display import Display
+    from loopwise.train.loop import Interrupted
+    from loopwise.train.metrics import finite
+
+    console = Console(stderr=True)
+    try:
+        with Display(console) as display:
+
+            def answer(value: dict[str, Any]) -> None:
+                if as_json:
+                    print(json.dumps(finite(value), allow_nan=False), flush=True)
+
+            yield display, answer
+    except LoopwiseError as err:
+        if debug:
+            raise
+        console.print(f"error: {err}", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    except Interrupted as err:
+        console.print(str(err), markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(130) from None
+
+
+def _settings(
+    preset: str | None,
+    config: Path | None,
+    set_: list[str] | None,
+    data: list[str] | None,
+    held_out: list[str] | None,
+    seed: int | None,
+) -> RunConfig:
+    from loopwise.settings import build_config
+
+    table: dict[str, Any] = {}
+    if data:
+        table["data"] = {"sources": data}
+    if held_out:
+        table.setdefault("data", {})["held_out"] = held_out
+    if seed is not None:
+        table["seed"] = seed
+    return build_config(preset=preset, file=config, overrides=set_ or (), settings=table)
+
+
+def main() -> None:
+    """Entry point of ``loopwise``."""
+    sys.exit(app())

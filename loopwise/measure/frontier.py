@@ -1,0 +1,169 @@
+"""Quality against depth and compute, for any policy and every threshold, from one trace.
+
+Two meanings of an exit, always named: ``replayed`` takes the decision on a full-depth trajectory,
+as paper 1 does; ``live`` freezes a settled token's latent, so later tokens attend to its frozen
+entries (:mod:`loopwise.measure.live`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from loopwise.exits import EXITS
+from loopwise.exits.base import Reads
+from loopwise.exits.rule import ExitRule, should_exit
+from loopwise.measure.statistics import block_sums
+from loopwise.measure.trace import Trace
+from loopwise.models.costs import Costs
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """Uniform depth on the same tokens: what every rule is held against.
+
+    Attributes:
+        loss: ``(tokens, max_depth)`` nats.
+        argmax: ``(tokens, max_depth)``.
+        block: ``(tokens,)`` unit of resampling.
+        costs: FLOPs of the model's parts.
+    """
+
+    loss: NDArray
+    argmax: NDArray
+    block: NDArray
+    costs: Costs
+
+    @classmethod
+    def of(cls, trace: Trace, max_depth: int, costs: Costs) -> Yardstick:
+        n = min(max_depth, trace.horizon)
+        return cls(trace["loss"][:, :n], trace["argmax"][:, :n], trace["block"], costs)
+
+    @property
+    def max_depth(self) -> int:
+        return self.loss.shape[1]
+
+    def uniform_depth_at(self, nats: float) -> float:
+        """Smallest uniform depth of that mean loss, linear between depths.
+
+        1 where depth 1 is already as good; where no depth is, the depth of the lowest loss.
+        """
+        curve = np.minimum.accumulate(self.loss.mean(axis=0))
+        if nats >= curve[0]:
+            return 1.0
+        if nats <= curve[-1]:
+            return float(np.flatnonzero(curve <= curve[-1])[0] + 1)
+        i = int(np.flatnonzero(curve <= nats)[0])
+        return i + float((curve[i - 1] - nats) / (curve[i - 1] - curve[i]))
+
+
+def replay(score: NDArray, rule: ExitRule) -> NDArray[np.int64]:
+    """Exit depth of each token on a full-depth trajectory.
+
+    Args:
+        score: ``(tokens, horizon)``, lower is more settled.
+        rule: its policy's name is not used; ``max_depth`` is cut to the horizon.
+    """
+    scores = torch.from_numpy(np.ascontiguousarray(score))
+    rule = replace(rule, max_depth=min(rule.max_depth, scores.shape[1]))
+    hits = torch.zeros(len(scores), dtype=torch.int64)
+    depth = torch.zeros_like(hits)
+    for r in range(1, rule.max_depth + 1):
+        stop, hits = should_exit(rule, scores[:, r - 1], hits, r)
+        depth[stop & (depth == 0)] = r
+    return depth.numpy()
+
+
+def score_point(
+    depth: NDArray,
+    loss: NDArray,
+    argmax: NDArray,
+    yardstick: Yardstick,
+    reads_logits: bool,
+) -> dict[str, float]:
+    """One point of a frontier: what a set of exits cost in quality, and saved in depth.
+
+    Args:
+        depth, loss, argmax: of each token at its exit, ``(tokens,)``.
+        reads_logits: the rule ran coda and head at every recurrence, and is charged for it.
+    """
+    full = yardstick.max_depth
+    delta = loss - yardstick.loss[:, -1]
+    sums = block_sums(delta, yardstick.block)
+    low, high = sums.interval()
+    mean_depth = float(depth.mean())
+    nats = float(loss.mean())
+    reads = mean_depth - 1 if reads_logits else 0.0
+    equal = yardstick.uniform_depth_at(nats)
+    costs = yardstick.costs
+    return {
+        "mean_depth": mean_depth,
+        "p95_depth": float(np.quantile(depth, 0.95)),
+        "loss_nats": nats,
+        "delta_nats": float(sums.mean[0]),
+        "delta_low": float(low[0]),
+        "delta_high": float(high[0]),
+        "argmax_agreement": float((argmax == yardstick.argmax[:, -1]).mean()),
+        "charged_flops": costs.forward(mean_depth, reads),
+        "charged_share": costs.forward(mean_depth, reads) / costs.forward(full),
+        "cap": costs.cap(full, mean_depth),
+        "equal_uniform_depth": equal,
+        "allocation_gain": equal / mean_depth,
+    }
+
+
+def uniform_points(yardstick: Yardstick) -> list[dict[str, float]]:
+    """A0: every uniform depth up to the largest."""
+    points = []
+    for r in range(1, yardstick.max_depth + 1):
+        depth = np.full(len(yardstick.loss), r)
+        columns = yardstick.loss[:, r - 1], yardstick.argmax[:, r - 1]
+        points.append({"threshold": None, **score_point(depth, *columns, yardstick, False)})
+    return points
+
+
+def replayed_points(
+    score: NDArray, rule: ExitRule, yardstick: Yardstick, thresholds: Sequence[float]
+) -> list[dict[str, float]]:
+    """A frontier of ``rule`` over ``thresholds``, by replay."""
+    reads_logits = EXITS[rule.policy].reads is Reads.LOGITS
+    points = []
+    for threshold in thresholds:
+        depth = replay(score, replace(rule, threshold=threshold))
+        at = np.arange(len(depth)), depth - 1
+        point = score_point(
+            depth, yardstick.loss[at], yardstick.argmax[at], yardstick, reads_logits
+        )
+        points.append({"threshold": float(threshold), **point})
+    return points
+
+
+def spread_thresholds(score: NDArray, rule: ExitRule, count: int = 24) -> list[float]:
+    """Thresholds whose mean depths are spread evenly over what the scores allow, loosest first."""
+    usable = score[:, : rule.max_depth]
+    finite = usable[np.isfinite(usable)]
+    if finite.size == 0:
+        return []
+    candidates = np.unique(np.quantile(finite, np.linspace(0, 1, 161)))
+    sample = score[:: max(1, len(score) // 4000)]
+    depths = np.array(
+        [replay(sample, replace(rule, threshold=float(t))).mean() for t in candidates]
+    )
+    goals = np.linspace(depths.min(), depths.max(), count)
+    picked = {int(np.abs(depths - goal).argmin()) for goal in goals}
+    return [float(candidates[i]) for i in sorted(picked, reverse=True)]
+
+
+def depth_at_budget(points: Sequence[dict[str, Any]], budget_nats: float) -> dict[str, Any] | None:
+    """The shallowest point whose 95% interval lies within ``budget_nats`` of full depth.
+
+    Returns:
+        That point, or None where the rule never meets the budget.
+    """
+    within = [p for p in points if p["delta_high"] <= budget_nats]
+    return min(within, key=lambda p: p["mean_depth"]) if within else None

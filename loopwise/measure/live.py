@@ -1,0 +1,122 @@
+"""Live exits in parallel: the whole sequence at once, with each token's latent frozen at its exit.
+
+Under the `per-loop` KV policy a later token at recurrence i reads an earlier token's entry min(i,
+last one); moving all live tokens one recurrence at a time does exactly that, so the depths and
+losses found here are those of decoding token by token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from loopwise.data import TokenBatch
+from loopwise.data.packing import NO_TARGET
+from loopwise.errors import ExitError
+from loopwise.exits.base import ExitPolicy, Observation, Reads
+from loopwise.exits.rule import ExitRule, should_exit
+from loopwise.measure.evaluate import check_depths
+from loopwise.models.base import LoopedModule
+from loopwise.models.views import RowsView
+
+
+@dataclass(frozen=True, slots=True)
+class LiveResult:
+    """One row per target in reading order.
+
+    Attributes:
+        exit_depth: recurrences each token ran, ``(tokens,)`` int64.
+        loss: next-token cross-entropy at the exit, nats, ``(tokens,)`` float32.
+        argmax: most likely token at the exit, ``(tokens,)`` int64.
+        core_row_steps: rows that went through the core, over all recurrences and positions.
+        coda_row_reads: rows that went through coda and head.
+    """
+
+    exit_depth: Tensor
+    loss: Tensor
+    argmax: Tensor
+    core_row_steps: int
+    coda_row_reads: int
+
+
+@torch.no_grad()
+def run_live(
+    model: LoopedModule,
+    batches: Iterable[TokenBatch],
+    rule: ExitRule,
+    policy: ExitPolicy,
+    progress: Callable[[int], None] | None = None,
+) -> LiveResult:
+    """Teacher-forced scoring under live exits.
+
+    Raises:
+        ExitError: the rule cannot decide live.
+        DepthError: ``max_depth`` is past the model's limit.
+    """
+    if policy.reads is Reads.TRUTH:
+        raise ExitError(f"exit rule {policy.name!r} needs later recurrences; it cannot run live")
+    check_depths(model, [rule.max_depth])
+    results = []
+    for index, batch in enumerate(batches):
+        results.append(_run_batch(model, batch, rule, policy))
+        if progress is not None:
+            progress(index + 1)
+    return LiveResult(
+        exit_depth=torch.cat([r.exit_depth for r in results]),
+        loss=torch.cat([r.loss for r in results]),
+        argmax=torch.cat([r.argmax for r in results]),
+        core_row_steps=sum(r.core_row_steps for r in results),
+        coda_row_reads=sum(r.coda_row_reads for r in results),
+    )
+
+
+def _run_batch(
+    model: LoopedModule, batch: TokenBatch, rule: ExitRule, policy: ExitPolicy
+) -> LiveResult:
+    view = RowsView(model.geometry.rope, batch.positions, batch.document_ids, model.dtype)
+    targets = batch.targets.flatten()
+    n = targets.numel()
+    injection = model.prelude(batch.token_ids.flatten(), view)  # (rows, d_model)
+    latent = model.initial_latent(injection)
+    width = policy.memory_width(model.geometry.vocab_size, injection.shape[-1])
+    memory = torch.zeros(n, width, device=latent.device)
+    hits = torch.zeros(n, dtype=torch.int64, device=latent.device)
+    depth = torch.zeros_like(hits)
+    loss, argmax = torch.zeros(n, device=latent.device), torch.zeros_like(hits)
+    rows = torch.arange(n, device=latent.device)
+    core_steps = coda_reads = 0
+    for r in range(1, rule.max_depth + 1):
+        view.select(rows)
+        before = latent[rows]
+        now = model.core_step(before, injection[rows], r, view)
+        latent[rows] = now
+        core_steps += rows.numel()
+        logits = None
+        if policy.reads is Reads.LOGITS:
+            logits = model.coda(now, r, view)
+            coda_reads += rows.numel()
+        seen = Observation(r=r, latent=now, previous=before, logits=logits)
+        score, memory[rows] = policy.score(seen, memory[rows])
+        stop, hits[rows] = should_exit(rule, score, hits[rows], r)
+        gone = rows[stop]
+        depth[gone] = r
+        if logits is not None:  # the reading at the exit is the output; nothing is run twice
+            loss[gone], argmax[gone] = _score(logits[stop], targets[gone])
+        rows = rows[~stop]
+        if rows.numel() == 0:
+            break
+    if policy.reads is not Reads.LOGITS:
+        view.select(torch.arange(n, device=latent.device))
+        loss, argmax = _score(model.coda(latent, depth, view), targets)
+        coda_reads += n
+    kept = targets != NO_TARGET
+    return LiveResult(depth[kept], loss[kept], argmax[kept], core_steps, coda_reads)
+
+
+def _score(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    log_p = logits.float().log_softmax(dim=-1)
+    loss = -log_p.gather(1, targets.clamp_min(0).unsqueeze(1)).squeeze(1)
+    return loss, log_p.argmax(dim=-1)

@@ -1,0 +1,299 @@
+"""Traces: what every token did at every recurrence of a frozen model, streamed to disk.
+
+A trace is a folder: ``trace.json`` (what was run on what), ``blocks.safetensors`` (the packed
+tokens) and ``shard-*.safetensors``. Everything in a report is computed from it by pure functions.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from loopwise.data import PackedBlocks, TokenBatch
+from loopwise.data.packing import NO_TARGET
+from loopwise.errors import RunFolderError, TraceError
+from loopwise.exits.base import ExitPolicy, Observation, Reads
+from loopwise.exits.kl import StepKL, step_kl
+from loopwise.measure.evaluate import check_depths, trajectory
+from loopwise.models.base import LoopedModule
+
+FORMAT = "loopwise-trace"
+VERSION = 1
+_SHARD_ROWS = 16_384
+_LOGITS_BYTES = 64 << 20  # of one buffer of log-probabilities
+
+PER_TOKEN = ("token", "target", "block", "column", "position", "hops")
+PER_RECURRENCE = (
+    "loss",  # next-token cross-entropy, nats
+    "kl_prev",  # KL(p_r || p_{r-1}), nats; +inf at r = 1
+    "kl_last",  # KL(p_r || p_horizon), nats
+    "change",  # ||h_r - h_{r-1}|| / ||h_r||
+    "second",  # ||(h_r - h_{r-1}) - (h_{r-1} - h_{r-2})|| / ||h_r||; +inf at r = 1
+    "cosine",  # of (h_r - h_{r-1}) with (h_{r-1} - h_{r-2}); NaN at r = 1
+    "margin",  # probability of the best token minus that of the second
+    "entropy",  # nats
+    "argmax",
+)
+
+
+@dataclass(frozen=True)
+class TraceInfo:
+    """What a trace was taken of; written as its header."""
+
+    checkpoint: str
+    weights_hash: str
+    corpus: str
+    text_hash: str
+    trained_mean_depth: float | None
+    n_bytes: int  # UTF-8 bytes the targets stand for
+
+
+class Trace:
+    """A finished trace, read lazily.
+
+    ``trace["loss"]`` is ``(tokens, horizon)``; ``trace["target"]`` is ``(tokens,)``; scores of exit
+    policies are ``trace["score.kl"]`` and so on. Column r - 1 holds recurrence r.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        header = folder / "trace.json"
+        if not header.is_file():
+            raise TraceError(
+                f"no finished trace at {str(folder)!r}; make one with `loopwise measure`"
+            )
+        try:
+            self.header: dict[str, Any] = json.loads(header.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as err:
+            raise TraceError(f"{str(header)!r} is not valid JSON: {err}") from None
+        if self.header.get("format") != FORMAT:
+            raise TraceError(f"{str(folder)!r} is not a loopwise trace")
+        if self.header["version"] > VERSION:
+            raise TraceError(
+                f"{str(folder)!r} has trace format {self.header['version']}, this version reads up "
+                f"to {VERSION}; update loopwise"
+            )
+        self.folder = folder
+        self.horizon: int = self.header["horizon"]
+        self.n_tokens: int = self.header["n_tokens"]
+        self.policies: list[str] = self.header["policies"]
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        parts = [self._read(shard, name) for shard in self.header["shards"]]
+        return torch.cat(parts).numpy()
+
+    def blocks(self) -> TokenBatch:
+        """The packed blocks that were run, as one batch."""
+        names = ("token_ids", "targets", "document_ids", "positions", "hops")
+        return TokenBatch(*(self._read("blocks.safetensors", name) for name in names))
+
+    def _read(self, shard: str, name: str) -> Tensor:
+        path = self.folder / shard
+        try:
+            with safe_open(path, framework="pt") as file:
+                if name not in file.keys():  # noqa: SIM118
+                    known = ", ".join(sorted(file.keys()))
+                    raise TraceError(f"{str(self.folder)!r} has no {name!r}; it has: {known}")
+                return file.get_tensor(name)
+        except (SafetensorError, OSError) as err:
+            raise TraceError(
+                f"{str(path)!r} is missing or truncated ({err}); measure again"
+            ) from None
+
+
+@torch.no_grad()
+def write_trace(
+    model: LoopedModule,
+    blocks: PackedBlocks,
+    folder: Path,
+    info: TraceInfo,
+    *,
+    horizon: int = 32,
+    limit: int | None = None,
+    policies: Sequence[ExitPolicy] = (),
+    progress: Callable[[int, int], None] | None = None,
+) -> Trace:
+    """Run ``blocks`` to ``horizon`` and stream every token's trajectory into ``folder``.
+
+    Memory is that of one batch, whatever the length of the corpus.
+
+    Args:
+        model: frozen; its dtype is the dtype of the measurement.
+        limit: at most so many blocks.
+        policies: whose scores to record beside the standard quantities.
+        progress: called with blocks done and blocks in all.
+    Raises:
+        DepthError: a horizon the model cannot run.
+        RunFolderError: the folder exists and is not an unfinished trace.
+    """
+    check_depths(model, [horizon])
+    if (folder / "trace.json").exists():
+        raise RunFolderError(f"{str(folder)!r} holds a finished trace; choose another name")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    total = blocks.n_blocks if limit is None else min(limit, blocks.n_blocks)
+    size = max(1, _LOGITS_BYTES // (4 * blocks.seq * model.geometry.vocab_size))
+    shards = _Shards(folder)
+    kept: list[TokenBatch] = []
+    for first in range(0, total, size):
+        batch = blocks.batch(first, min(size, total - first))
+        shards.add({**_token_columns(batch, first), **trace_batch(model, batch, horizon, policies)})
+        kept.append(batch)
+        if progress is not None:
+            progress(min(first + size, total), total)
+    names = ("token_ids", "targets", "document_ids", "positions", "hops")
+    save_file(
+        {n: torch.cat([getattr(b, n) for b in kept]) for n in names}, folder / "blocks.safetensors"
+    )
+    header = {
+        "format": FORMAT,
+        "version": VERSION,
+        **info.__dict__,
+        "horizon": horizon,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "seq": blocks.seq,
+        "n_blocks": total,
+        "policies": [p.name for p in policies],
+        **shards.finish(),
+    }
+    aside = folder / ".trace.json"
+    aside.write_text(json.dumps(header, indent=2), encoding="utf-8")
+    aside.replace(folder / "trace.json")
+    return Trace(folder)
+
+
+def trace_batch(
+    model: LoopedModule, batch: TokenBatch, horizon: int, policies: Sequence[ExitPolicy] = ()
+) -> dict[str, Tensor]:
+    """Every quantity of PER_RECURRENCE and every policy's score, each ``(tokens, horizon)``.
+
+    Rows are the batch's targets in reading order. The latents of all recurrences are kept for this
+    batch, so that the distance to the last distribution needs no second pass through the core.
+    """
+    rows = (batch.targets.flatten() != NO_TARGET).nonzero().squeeze(-1)
+    targets = batch.targets.flatten()[rows]
+    steps = list(trajectory(model, batch, horizon))
+    latents, view = [latent for _, latent, _ in steps], steps[0][2]
+
+    def logits_at(r: int) -> Tensor:
+        hidden = model.hidden(latents[r - 1], r, view).flatten(0, -2)[rows]
+        return model.head(hidden).float()
+
+    injection = model.prelude(batch.token_ids, view)
+    before = model.initial_latent(injection).flatten(0, -2)[rows]
+    last = logits_at(horizon).log_softmax(dim=-1)
+    own = StepKL()
+    log_p = torch.zeros_like(last)
+    memories = [
+        last.new_zeros(rows.numel(), p.memory_width(last.shape[-1], before.shape[-1]))
+        for p in policies
+    ]
+    step_before: Tensor | None = None
+    columns: dict[str, list[Tensor]] = {}
+    for r in range(1, horizon + 1):
+        now = latents[r - 1].flatten(0, -2)[rows]
+        logits = logits_at(r)
+        seen = Observation(r=r, latent=now, previous=before, logits=logits)
+        kl_prev, log_p = own.score(seen, log_p)
+        step = now.float() - before.float()
+        values = {
+            "kl_prev": kl_prev,
+            **_output_columns(log_p, last, targets),
+            **_latent_columns(now.float(), step, step_before),
+        }
+        for i, policy in enumerate(policies):
+            if policy.reads is not Reads.TRUTH:
+                score, memories[i] = policy.score(seen, memories[i])
+                values[f"score.{policy.name}"] = score
+        for name, value in values.items():
+            columns.setdefault(name, []).append(value)
+        before, step_before = now, step
+    return {name: torch.stack(parts, dim=1) for name, parts in columns.items()}
+
+
+def _output_columns(log_p: Tensor, last: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """What one recurrence's log-probabilities ``(rows, vocab)`` say."""
+    top, index = log_p.topk(min(2, log_p.shape[-1]), dim=-1)
+    best = top.exp()
+    return {
+        "loss": -log_p.gather(1, targets.unsqueeze(1)).squeeze(1),
+        "kl_last": step_kl(log_p, last),
+        "margin": best[:, 0] - best[:, -1],
+        "entropy": -(log_p.exp() * log_p).sum(dim=-1),
+        "argmax": index[:, 0].int(),
+    }
+
+
+def _latent_columns(now: Tensor, step: Tensor, step_before: Tensor | None) -> dict[str, Tensor]:
+    """How one recurrence moved the latents ``(rows, d_model)``."""
+    size = now.norm(dim=-1).clamp_min(1e-12)
+    length = step.norm(dim=-1)
+    if step_before is None:
+        second, cosine = torch.full_like(size, torch.inf), torch.full_like(size, torch.nan)
+    else:
+        second = (step - step_before).norm(dim=-1) / size
+        product = (length * step_before.norm(dim=-1)).clamp_min(1e-20)
+        cosine = (step * step_before).sum(dim=-1) / product
+    return {"change": length / size, "second": second, "cosine": cosine}
+
+
+def _token_columns(batch: TokenBatch, first_block: int) -> dict[str, Tensor]:
+    n, seq = batch.targets.shape
+    mask = batch.targets != NO_TARGET
+    block = torch.arange(first_block, first_block + n, dtype=torch.int32)[:, None].expand(n, seq)
+    column = torch.arange(seq, dtype=torch.int32)[None].expand(n, seq)
+    return {
+        "token": batch.token_ids[mask].int(),
+        "target": batch.targets[mask].int(),
+        "block": block[mask],
+        "column": column[mask],
+        "position": batch.positions[mask].int(),
+        "hops": batch.hops[mask],
+    }
+
+
+class _Shards:
+    """Rows of columns, written out whenever a shard is full."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.names: list[str] = []
+        self.n_tokens = 0
+        self._waiting: list[dict[str, Tensor]] = []
+        self._rows = 0
+
+    def add(self, columns: dict[str, Tensor]) -> None:
+        self._waiting.append(columns)
+        self._rows += len(columns["target"])
+        if self._rows >= _SHARD_ROWS:
+            self._write()
+
+    def finish(self) -> dict[str, Any]:
+        if self._rows:
+            self._write()
+        return {"shards": self.names, "n_tokens": self.n_tokens}
+
+    def _write(self) -> None:
+        name = f"shard-{len(self.names):05d}.safetensors"
+        merged = {k: torch.cat([c[k] for c in self._waiting]) for k in self._waiting[0]}
+        save_file(merged, self.folder / name)
+        self.names.append(name)
+        self.n_tokens += self._rows
+        self._waiting, self._rows = [], 0
+
+
+def target_bytes(blocks: PackedBlocks, byte_lengths: NDArray[np.int32], limit: int | None) -> int:
+    """UTF-8 bytes that the targets of the first ``limit`` blocks stand for."""
+    total = blocks.n_blocks if limit is None else min(limit, blocks.n_blocks)
+    targets = blocks.batch(0, total).targets
+    return int(byte_lengths[targets[targets != NO_TARGET].numpy()].sum())

@@ -1,0 +1,158 @@
+"""The settings of a run: one section per component, presets as TOML files in the package."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from loopwise.config import from_table, merge, parse_overrides, read_toml, to_table
+from loopwise.data import ReadOptions
+from loopwise.errors import ConfigError
+from loopwise.models import MODELS
+from loopwise.registry import did_you_mean
+from loopwise.train.loop import TrainConfig
+from loopwise.train.optim import OptimConfig
+from loopwise.train.recurrence import DepthConfig
+
+DEFAULT_PRESET = "tiny"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Which text is learned from and measured on."""
+
+    sources: tuple[str, ...] = ("builtin:stories", "builtin:ledgers")
+    held_out: tuple[str, ...] = ()  # measured as they are; empty: a part of each source
+    held_out_fraction: float = 0.02
+    max_documents: int | None = None  # of each source
+    read: ReadOptions = field(default_factory=ReadOptions)
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise ConfigError("data.sources is empty; name a file, a folder or builtin:stories")
+        if not 0 < self.held_out_fraction < 1:
+            raise ConfigError(
+                f"data.held_out_fraction={self.held_out_fraction} must lie between 0 and 1"
+            )
+        if self.max_documents is not None and self.max_documents < 2:
+            raise ConfigError(f"data.max_documents={self.max_documents} must be at least 2")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerConfig:
+    """``bpe`` is trained on the data; ``byte`` needs none; a path loads a tokenizer.json."""
+
+    kind: str = "bpe"
+    vocab_size: int = 4096  # of a trained one
+    train_megabytes: float = 20.0  # text it is trained on, at most
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < 258:
+            raise ConfigError(
+                f"tokenizer.vocab_size={self.vocab_size} must be at least 258 (every byte)"
+            )
+        if not self.train_megabytes > 0:
+            raise ConfigError(f"tokenizer.train_megabytes={self.train_megabytes} must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasureConfig:
+    """How far, on how much text, and with which criterion a frozen model is measured."""
+
+    horizon: int = 32  # recurrences
+    tokens: int = 40_000  # of each corpus, at most
+    fit_tokens: int = 10_000  # the probe's own split, taken before the measured text
+    live_tokens: int = 10_000  # of the first corpus's trace, run again under live exits
+    live_thresholds: int = 6
+    epsilon: float = 1e-3  # nats, KL to the previous recurrence below which a token has settled
+    batch: int = 8  # sequences
+    dtype: Literal["fp32", "bf16"] = "fp32"
+
+    def __post_init__(self) -> None:
+        for name in ("horizon", "tokens", "fit_tokens", "live_tokens", "live_thresholds", "batch"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"measure.{name}={getattr(self, name)} must be at least 1")
+        if not self.epsilon > 0:
+            raise ConfigError(f"measure.epsilon={self.epsilon} must be a number above 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """Everything a run depends on; resolved and written beside its results."""
+
+    seed: int = 0
+    device: str = "auto"
+    architecture: str = "recurrent"
+    model: Any = field(default_factory=dict)  # the architecture's own dataclass, as a table
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    depth: DepthConfig = field(default_factory=DepthConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    measure: MeasureConfig = field(default_factory=MeasureConfig)
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ConfigError(f"seed={self.seed} must not be negative")
+        if "vocab_size" in self.model:
+            raise ConfigError("model.vocab_size comes from the tokenizer; set tokenizer.vocab_size")
+        self.model_config(self.tokenizer.vocab_size)  # refuses impossible shapes before any work
+        limit = self.model_config(self.tokenizer.vocab_size).geometry.max_depth
+        if limit is not None and (self.depth.kind != "fixed" or self.depth.mean > limit):
+            raise ConfigError(
+                f"architecture {self.architecture!r} runs at most {limit} recurrence; "
+                f"set depth.kind=fixed and depth.mean={limit}"
+            )
+
+    def model_config(self, vocab_size: int) -> Any:
+        """The architecture's dataclass at this vocabulary size."""
+        model_class = MODELS[self.architecture]
+        table = {**self.model, "vocab_size": vocab_size}
+        return from_table(model_class.config_class, table, "model.")
+
+
+def preset_names() -> list[str]:
+    folder = resources.files("loopwise") / "presets"
+    return sorted(
+        f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml")
+    )
+
+
+def build_config(
+    *,
+    preset: str | None = None,
+    file: Path | None = None,
+    overrides: Sequence[str] = (),
+    settings: Mapping[str, Any] | None = None,
+) -> RunConfig:
+    """Layer a run's settings: preset, then TOML file, then command-line settings, then ``--set``.
+
+    Raises:
+        ConfigError: an unknown preset or key, a wrong type, an impossible value.
+    """
+    name = preset or DEFAULT_PRESET
+    if name not in preset_names():
+        hint = did_you_mean(name, preset_names()) or ";"
+        raise ConfigError(f"no preset named {name!r}{hint} known: {', '.join(preset_names())}")
+    table = read_toml(Path(str(resources.files("loopwise") / "presets" / f"{name}.toml")))
+    if file is not None:
+        table = merge(table, read_toml(file))
+    table = merge(table, settings or {})
+    table = merge(table, parse_overrides(overrides))
+    return from_table(RunConfig, table)
+
+
+def resolved_table(config: RunConfig) -> dict[str, Any]:
+    """All settings with their defaults filled in, as plain values."""
+    table = to_table(config)
+    model = to_table(config.model_config(config.tokenizer.vocab_size))
+    model.pop("vocab_size")
+    return {**table, "model": model}
+
+
+def with_measure(config: RunConfig, **changes: Any) -> RunConfig:
+    """The same run measured otherwise."""
+    return replace(config, measure=replace(config.measure, **changes))
