@@ -81,11 +81,10 @@ def train(
 ) -> None:
     """Train a model with random depth; checkpoints and metrics go to --out."""
     with _command(as_json, debug) as (display, answer):
-        from loopwise.study import open_run, train_stage
+        from loopwise.study import train_command
 
-        folder = out or Path("runs") / "train"
-        settings = open_run(folder, _settings(preset, config, set_, data, held_out, seed), resume)
-        answer(train_stage(settings, folder, display, resume))
+        settings = _settings(preset, config, set_, data, held_out, seed)
+        answer(train_command(settings, out or Path("runs") / "train", display, resume))
 
 
 @app.command()

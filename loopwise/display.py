@@ -1,4 +1,4 @@
-"""What the command line shows while work goes on: a live bar on a terminal, plain lines elsewhere."""
+"""What the command line shows meanwhile: a live bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 

@@ -16,6 +16,9 @@ LoopwiseError                one line for a person: what, the value, what is all
 The command line turns each into that one line and exit code 2.
 """
 
+import importlib
+from types import ModuleType
+
 
 class LoopwiseError(Exception):
     """Base of every error that is the input's fault and has a remedy."""
@@ -65,14 +68,12 @@ class MissingExtraError(LoopwiseError):
     """A feature needs an optional dependency."""
 
 
-def require_extra(module: str, extra: str, feature: str):
+def require_extra(module: str, extra: str, feature: str) -> ModuleType:
     """Import ``module``, or say which extra brings it.
 
     Raises:
         MissingExtraError: the module is not installed.
     """
-    import importlib
-
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as err:

@@ -1,8 +1,8 @@
 """Documents from what people have: text, JSON lines, Parquet, compressed, the hub, or built in.
 
-Sources are files, folders, globs, ``hub:OWNER/NAME[:split]`` and ``builtin:CORPUS[:COUNT]``. Reading
-streams: one document is held at a time, whatever the size of the files. Lines end at LF or CRLF
-alone, so that U+2028, U+2029 and vertical tabs stay inside a line; a CRLF is read as LF.
+Sources are files, folders, globs, ``hub:OWNER/NAME[:split]`` and ``builtin:CORPUS[:COUNT]``.
+Reading streams: one document is held at a time, whatever the size of the files. Lines end at LF
+or CRLF alone, so that U+2028, U+2029 and vertical tabs stay inside a line; a CRLF is read as LF.
 
 Nothing is dropped unseen: what cannot be used is an error that names file and line, or a skip that
 `ReadReport` counts.

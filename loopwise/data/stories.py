@@ -162,7 +162,7 @@ _ASKED = (
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A link from ``subject`` to ``object``; in sums it also adds ``change``. ``text`` states it."""
+    """A link from ``subject`` to ``object``; sums also add ``change``. ``text`` states it."""
 
     subject: str
     object: str
@@ -251,7 +251,7 @@ def _link(text: str, subject: str, object_: str, change: int = 0, **words: str) 
 
 
 def _handed_on(draft: _Draft, hops: int) -> Chain:
-    """Who has it now? Only the first holder is told with the thing; the rest is from hand to hand."""
+    """Who has it now? Only the first holder is told with the thing; then it goes on."""
     thing = f"{draft.rng.choice(_COLOURS)} {draft.take(_OBJECTS)[0]}"
     people = draft.take(_NAMES, hops)
     first = draft.rng.choice(

@@ -18,6 +18,7 @@ from loopwise.exits import EXITS
 from loopwise.exits.base import ExitPolicy
 from loopwise.registry import did_you_mean
 
+_FIELDS = {"min": "min_depth", "max": "max_depth", "patience": "patience"}
 MAX_DEPTH = 256  # recurrences; far past any trained range, so a typing error is not run for hours
 
 
@@ -81,16 +82,16 @@ def parse_rule(text: str, max_depth: int = 8) -> ExitRule:
         rule = ExitRule(policy=name, max_depth=_whole(text, first))
     else:
         rule = ExitRule(policy=name, threshold=_number(text, first), max_depth=max_depth)
-    names = {"min": "min_depth", "max": "max_depth", "patience": "patience"}
+    changes: dict[str, Any] = {}
     for field in fields:
         key, _, value = field.partition("=")
-        if key not in names:
-            hint = did_you_mean(key, names)
+        if key not in _FIELDS:
+            hint = did_you_mean(key, _FIELDS) or ";"
             raise ExitError(
-                f"exit rule {text!r} has no field {key!r}{hint or ';'} known: min, max, patience"
+                f"exit rule {text!r} has no field {key!r}{hint} known: min, max, patience"
             )
-        rule = replace(rule, **{names[key]: _whole(text, value)})
-    return rule
+        changes[_FIELDS[key]] = _whole(text, value)
+    return replace(rule, **changes)
 
 
 def build_policy(rule: ExitRule, fitted: Mapping[str, Any] | None = None) -> ExitPolicy:

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from loopwise.data import PackedBlocks, TokenBatch
 from loopwise.errors import DepthError
-from loopwise.models.base import LoopedModule
+from loopwise.models.base import LoopedLM
+from loopwise.models.layers import row_seeds
 from loopwise.models.views import PackedView
 
 
-def check_depths(model: LoopedModule, depths: Iterable[int]) -> None:
+def check_depths(model: LoopedLM, depths: Iterable[int]) -> None:
     """Refuse recurrence counts the model cannot run.
 
     Raises:
@@ -30,7 +31,7 @@ def check_depths(model: LoopedModule, depths: Iterable[int]) -> None:
 
 
 def trajectory(
-    model: LoopedModule,
+    model: LoopedLM,
     batch: TokenBatch,
     horizon: int,
     core_step: Callable[..., Tensor] | None = None,
@@ -42,7 +43,7 @@ def trajectory(
     """
     view = PackedView(model.geometry.rope, batch.positions, batch.document_ids, model.dtype)
     injection = model.prelude(batch.token_ids, view)
-    latent = model.initial_latent(injection)
+    latent = model.initial_latent(injection, row_seeds(batch.positions))
     step = core_step or model.core_step
     for r in range(1, horizon + 1):
         latent = step(latent, injection, r, view)
@@ -58,7 +59,7 @@ def batches(blocks: PackedBlocks, size: int, limit: int | None = None) -> Iterat
 
 @torch.no_grad()
 def loss_by_depth(
-    model: LoopedModule,
+    model: LoopedLM,
     batches: Iterable[TokenBatch],
     depths: Sequence[int],
     core_step: Callable[..., Tensor] | None = None,

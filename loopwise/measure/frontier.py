@@ -117,7 +117,7 @@ def score_point(
     }
 
 
-def uniform_points(yardstick: Yardstick) -> list[dict[str, float]]:
+def uniform_points(yardstick: Yardstick) -> list[dict[str, Any]]:
     """A0: every uniform depth up to the largest."""
     points = []
     for r in range(1, yardstick.max_depth + 1):
@@ -129,7 +129,7 @@ def uniform_points(yardstick: Yardstick) -> list[dict[str, float]]:
 
 def replayed_points(
     score: NDArray, rule: ExitRule, yardstick: Yardstick, thresholds: Sequence[float]
-) -> list[dict[str, float]]:
+) -> list[dict[str, Any]]:
     """A frontier of ``rule`` over ``thresholds``, by replay."""
     reads_logits = EXITS[rule.policy].reads is Reads.LOGITS
     points = []

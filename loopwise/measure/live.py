@@ -19,7 +19,8 @@ from loopwise.errors import ExitError
 from loopwise.exits.base import ExitPolicy, Observation, Reads
 from loopwise.exits.rule import ExitRule, should_exit
 from loopwise.measure.evaluate import check_depths
-from loopwise.models.base import LoopedModule
+from loopwise.models.base import LoopedLM
+from loopwise.models.layers import row_seeds
 from loopwise.models.views import RowsView
 
 
@@ -44,7 +45,7 @@ class LiveResult:
 
 @torch.no_grad()
 def run_live(
-    model: LoopedModule,
+    model: LoopedLM,
     batches: Iterable[TokenBatch],
     rule: ExitRule,
     policy: ExitPolicy,
@@ -74,13 +75,13 @@ def run_live(
 
 
 def _run_batch(
-    model: LoopedModule, batch: TokenBatch, rule: ExitRule, policy: ExitPolicy
+    model: LoopedLM, batch: TokenBatch, rule: ExitRule, policy: ExitPolicy
 ) -> LiveResult:
     view = RowsView(model.geometry.rope, batch.positions, batch.document_ids, model.dtype)
     targets = batch.targets.flatten()
     n = targets.numel()
     injection = model.prelude(batch.token_ids.flatten(), view)  # (rows, d_model)
-    latent = model.initial_latent(injection)
+    latent = model.initial_latent(injection, row_seeds(batch.positions.flatten())).clone()
     width = policy.memory_width(model.geometry.vocab_size, injection.shape[-1])
     memory = torch.zeros(n, width, device=latent.device)
     hits = torch.zeros(n, dtype=torch.int64, device=latent.device)

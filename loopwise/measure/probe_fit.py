@@ -16,14 +16,14 @@ from loopwise.data.packing import NO_TARGET
 from loopwise.errors import DataError
 from loopwise.exits.probe import Probe
 from loopwise.measure.evaluate import trajectory
-from loopwise.models.base import LoopedModule
+from loopwise.models.base import LoopedLM
 
 _L2 = 1e-4
 
 
 @torch.no_grad()
 def probe_examples(
-    model: LoopedModule, batches: Iterable[TokenBatch], horizon: int, max_depth: int
+    model: LoopedLM, batches: Iterable[TokenBatch], horizon: int, max_depth: int
 ) -> tuple[Tensor, Tensor]:
     """Latents and labels at every recurrence from 1 to ``max_depth``.
 

@@ -26,7 +26,8 @@ from loopwise.errors import RunFolderError, TraceError
 from loopwise.exits.base import ExitPolicy, Observation, Reads
 from loopwise.exits.kl import StepKL, step_kl
 from loopwise.measure.evaluate import check_depths, trajectory
-from loopwise.models.base import LoopedModule
+from loopwise.models.base import LoopedLM
+from loopwise.models.layers import row_seeds
 
 FORMAT = "loopwise-trace"
 VERSION = 1
@@ -113,7 +114,7 @@ class Trace:
 
 @torch.no_grad()
 def write_trace(
-    model: LoopedModule,
+    model: LoopedLM,
     blocks: PackedBlocks,
     folder: Path,
     info: TraceInfo,
@@ -173,7 +174,7 @@ def write_trace(
 
 
 def trace_batch(
-    model: LoopedModule, batch: TokenBatch, horizon: int, policies: Sequence[ExitPolicy] = ()
+    model: LoopedLM, batch: TokenBatch, horizon: int, policies: Sequence[ExitPolicy] = ()
 ) -> dict[str, Tensor]:
     """Every quantity of PER_RECURRENCE and every policy's score, each ``(tokens, horizon)``.
 
@@ -190,7 +191,7 @@ def trace_batch(
         return model.head(hidden).float()
 
     injection = model.prelude(batch.token_ids, view)
-    before = model.initial_latent(injection).flatten(0, -2)[rows]
+    before = model.initial_latent(injection, row_seeds(batch.positions)).flatten(0, -2)[rows]
     last = logits_at(horizon).log_softmax(dim=-1)
     own = StepKL()
     log_p = torch.zeros_like(last)

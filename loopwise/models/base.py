@@ -7,7 +7,7 @@ functions. They differ only in the :class:`KVView` they pass, which is what keep
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 class Rope:
     """Rotary phase of a model (Su et al. 2021, arXiv:2104.09864); the views apply it.
 
-    ``interleaved`` pairs channels (0, 1), (2, 3) ...; otherwise channel i turns with i + head_dim/2.
+    ``interleaved`` pairs channels (0, 1), (2, 3) ...; otherwise i turns with i + head_dim/2.
     """
 
     head_dim: int
@@ -96,20 +96,26 @@ class KVView(Protocol):
         ...
 
 
-@runtime_checkable
-class LoopedLM(Protocol):
+class LoopedLM(nn.Module):
     """A depth-recurrent language model as four functions over rows of tokens.
 
     Tensors lead with any axes, written ``...``: ``(batch, seq)`` in training and measurement,
     ``(rows,)`` in decoding, where a row is one live token.
+
+    Attributes:
+        name: the row of the MODELS table.
+        config, config_class: what rebuilds it.
+        geometry: what caches and cost tables must know.
     """
 
-    @property
-    def geometry(self) -> Geometry: ...
+    name: ClassVar[str]
+    config_class: ClassVar[type]
+    config: Any
+    geometry: Geometry
 
     def prelude(self, token_ids: Tensor, view: KVView) -> Tensor:
         """``(...)`` int64 to the injection ``(..., d_model)``: unique layers, once per token."""
-        ...
+        raise NotImplementedError
 
     def initial_latent(self, injection: Tensor, seeds: Tensor | None = None) -> Tensor:
         """The latent before recurrence 1, ``(..., d_model)``.
@@ -119,25 +125,18 @@ class LoopedLM(Protocol):
             seeds: ``(...)`` int64, one per row, for models that start from noise; the same seed
                 gives the same row whatever else is in the call. None means seed 0 everywhere.
         """
-        ...
+        raise NotImplementedError
 
     def core_step(self, latent: Tensor, injection: Tensor, r: int | Tensor, view: KVView) -> Tensor:
         """One recurrence of every row: ``(..., d_model)`` to ``(..., d_model)``.
 
         ``r`` counts from 1 and may differ per row.
         """
-        ...
+        raise NotImplementedError
 
     def coda(self, latent: Tensor, r: int | Tensor, view: KVView) -> Tensor:
         """Logits ``(..., vocab)`` read from the latent after recurrence ``r``."""
-        ...
-
-
-class LoopedModule(nn.Module):
-    """A :class:`LoopedLM` whose weights are ``nn.Parameter`` and whose config rebuilds it."""
-
-    name: str  # the row of the MODELS table
-    config: object
+        return self.head(self.hidden(latent, r, view))
 
     def hidden(self, latent: Tensor, r: int | Tensor, view: KVView) -> Tensor:
         """What the head reads: coda layers and final norm, ``(..., d_model)``."""
@@ -147,11 +146,8 @@ class LoopedModule(nn.Module):
         """``(..., d_model)`` to logits ``(..., vocab)``."""
         raise NotImplementedError
 
-    def coda(self, latent: Tensor, r: int | Tensor, view: KVView) -> Tensor:
-        return self.head(self.hidden(latent, r, view))
-
     def parts(self) -> dict[str, list[nn.Module]]:
-        """The modules that run in ``prelude``, one ``core`` step and ``coda`` (without the head)."""
+        """The modules of ``prelude``, of one ``core`` step and of ``coda`` (without the head)."""
         raise NotImplementedError
 
     @property

@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from loopwise.config import from_table, to_table
-from loopwise.errors import CheckpointError
+from loopwise.errors import CheckpointError, ExitError
 from loopwise.models import MODELS
-from loopwise.models.base import LoopedModule
+from loopwise.models.base import LoopedLM
 from loopwise.tokenizer import Tokenizer, tokenizer_from_json
 
 FORMAT = "loopwise-checkpoint"
@@ -38,7 +38,7 @@ class Checkpoint:
     """A model with all that was saved beside it."""
 
     path: Path
-    model: LoopedModule
+    model: LoopedLM
     tokenizer: Tokenizer
     training: dict[str, Any]
     exits: dict[str, Any] = field(default_factory=dict)
@@ -47,6 +47,19 @@ class Checkpoint:
     def weights_hash(self) -> str:
         """sha256 of the weights file: what traces and fitted exit rules are tied to."""
         return file_hash(self.path / "model.safetensors")
+
+    def fitted_policies(self) -> dict[str, Any]:
+        """State of the exit policies fitted to these weights, by name.
+
+        Raises:
+            ExitError: ``exits.json`` was fitted on other weights.
+        """
+        if self.exits and self.exits.get("weights_hash") != self.weights_hash:
+            raise ExitError(
+                f"exits.json of {str(self.path)!r} was fitted on other weights; remove it and "
+                "measure again"
+            )
+        return self.exits.get("policies", {})
 
     @property
     def trained_mean_depth(self) -> float | None:
@@ -59,7 +72,7 @@ class Checkpoint:
 
 def save_checkpoint(
     path: Path,
-    model: LoopedModule,
+    model: LoopedLM,
     tokenizer: Tokenizer,
     training: dict[str, Any],
     *,
@@ -187,15 +200,21 @@ def load_checkpoint(path: Path, dtype: torch.dtype = torch.float32) -> Checkpoin
     )
 
 
-def write_exits(checkpoint: Checkpoint, exits: dict[str, Any]) -> None:
-    """Store fitted exit rules beside the weights they were fitted on, in one atomic move."""
+def write_exits(checkpoint: Checkpoint, exits: dict[str, Any]) -> Checkpoint:
+    """Store fitted exit rules beside the weights they were fitted on, in one atomic move.
+
+    Returns:
+        The checkpoint with them.
+    """
+    exits = {**exits, "weights_hash": checkpoint.weights_hash}
     aside = checkpoint.path / ".exits.json"
-    _write_json(aside, {**exits, "weights_hash": checkpoint.weights_hash})
+    _write_json(aside, exits)
     _flush(aside)
     aside.replace(checkpoint.path / "exits.json")
+    return replace(checkpoint, exits=exits)
 
 
-def unique_tensors(model: LoopedModule) -> dict[str, torch.Tensor]:
+def unique_tensors(model: LoopedLM) -> dict[str, torch.Tensor]:
     """The state dict with each storage once, detached."""
     return {k: v.detach() for k, v in model.state_dict().items()}
 
@@ -222,7 +241,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _load_weights(model: LoopedModule, path: Path) -> None:
+def _load_weights(model: LoopedLM, path: Path) -> None:
     if not path.is_file():
         raise CheckpointError(f"{str(path.parent)!r} has no {path.name}")
     with path.open("rb") as file:

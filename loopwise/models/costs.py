@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from loopwise.models.base import Geometry, LoopedModule
+from loopwise.models.base import Geometry, LoopedLM
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +56,7 @@ class Costs:
         return self.forward(max_depth) / self.forward(mean_depth)
 
 
-def flops_per_token(model: LoopedModule, context: int = 0) -> Costs:
+def flops_per_token(model: LoopedLM, context: int = 0) -> Costs:
     """FLOPs of each part of ``model`` for one token that attends to ``context`` others."""
     g = model.geometry
     per_layer = 4 * context * g.n_heads * g.head_dim  # scores and mixing, two FLOPs each

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from loopwise.errors import ConfigError
-from loopwise.models.base import Geometry, KVView, LoopedModule, Rope
+from loopwise.models.base import Geometry, KVView, LoopedLM, Rope
 from loopwise.models.layers import PreNormBlock, init_linear_
 
 
@@ -60,7 +60,7 @@ class FixedConfig:
         )
 
 
-class FixedModel(LoopedModule):
+class FixedModel(LoopedLM):
     """As recurrent.py, except: the core is the whole stack, run once on the embeddings."""
 
     name = "fixed"

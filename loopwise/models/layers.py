@@ -97,6 +97,11 @@ def init_linear_(module: nn.Module, n_effective_layers: float) -> None:
             nn.init.trunc_normal_(child.weight, std=std, a=-3 * std, b=3 * std)
 
 
+def row_seeds(positions: Tensor, request_seed: int = 0) -> Tensor:
+    """Noise seeds of rows by (request seed, position), int64 of the shape of ``positions``."""
+    return (request_seed << 32) + positions.long()
+
+
 def seeded_normal(seeds: Tensor, width: int) -> Tensor:
     """Standard normal noise that depends on each row's seed alone.
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from loopwise.errors import ConfigError
-from loopwise.models.base import Geometry, KVView, LoopedModule, Rope
+from loopwise.models.base import Geometry, KVView, LoopedLM, Rope
 from loopwise.models.layers import SandwichBlock, init_linear_, seeded_normal
 
 
@@ -70,7 +70,7 @@ class RecurrentConfig:
         )
 
 
-class RecurrentModel(LoopedModule):
+class RecurrentModel(LoopedLM):
     """Four functions over one set of weights; see :class:`loopwise.models.base.LoopedLM`."""
 
     name = "recurrent"

@@ -1,4 +1,4 @@
-"""KVViews over whole sequences: training, teacher-forced measurement, and live exits in parallel."""
+"""KVViews over whole sequences: training, teacher-forced measurement, live exits in parallel."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ class RowsView:
         keys[rows], values[rows] = k, v
         full = q.new_zeros(n, *q.shape[1:])
         full[rows] = q
-        out = mix(*(t.unflatten(0, self.shape) for t in (full, keys, values)), self._bias)
+        full, keys, values = (t.unflatten(0, self.shape) for t in (full, keys, values))
+        out = mix(full, keys, values, self._bias)
         return out.flatten(0, 1)[rows]
 
 

@@ -16,7 +16,7 @@ import torch
 from loopwise.data import PackedBlocks, TokenBatch, micro_batch_loader
 from loopwise.errors import ConfigError, NonFiniteError
 from loopwise.measure.evaluate import batches, loss_by_depth
-from loopwise.models.base import LoopedModule
+from loopwise.models.base import LoopedLM
 from loopwise.models.costs import flops_per_token, parameters
 from loopwise.tokenizer import Tokenizer
 from loopwise.train.loss import LoopedLoss
@@ -82,7 +82,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: LoopedModule,
+        model: LoopedLM,
         tokenizer: Tokenizer,
         train: PackedBlocks,
         held_out: PackedBlocks,
@@ -329,7 +329,7 @@ class Trainer:
     def _signals(self) -> Iterator[None]:
         """Turn the first SIGTERM or SIGINT into a saved stop; a second one acts as usual."""
         names = (signal.SIGTERM, signal.SIGINT)
-        before = {}
+        before: dict[signal.Signals, Any] = {}
 
         def note(number: int, frame: object) -> None:
             self._signal = signal.Signals(number).name
@@ -339,7 +339,7 @@ class Trainer:
         try:
             before = {n: signal.signal(n, note) for n in names}
         except ValueError:  # not in the main thread: signals belong to somebody else
-            before = {}
+            before: dict[signal.Signals, Any] = {}
         try:
             yield
         finally:
@@ -347,7 +347,7 @@ class Trainer:
                 signal.signal(each, handler)
 
 
-def _make_optimizer(model: LoopedModule, config: OptimConfig, dtype: torch.dtype) -> Optimizer:
+def _make_optimizer(model: LoopedLM, config: OptimConfig, dtype: torch.dtype) -> Optimizer:
     """Masters keep the float32 values the model was made with, whatever it computes in."""
     exact = {name: p.detach().clone() for name, p in model.named_parameters()}
     model.to(dtype)

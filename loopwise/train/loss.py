@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from loopwise.data import TokenBatch
-from loopwise.models.base import KVView, LoopedModule
+from loopwise.models.base import KVView, LoopedLM
 from loopwise.models.views import PackedView
 
 
@@ -30,7 +30,7 @@ class LoopedLoss:
 
     def __init__(
         self,
-        model: LoopedModule,
+        model: LoopedLM,
         *,
         backprop_depth: int,
         checkpoint_recurrences: bool = False,

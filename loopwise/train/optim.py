@@ -13,7 +13,7 @@ from loopwise.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimConfig:
-    """Muon for matrices (Jordan et al. 2024; torch.optim.Muon) with AdamW for the rest, or AdamW."""
+    """Muon for matrices (Jordan et al. 2024) with AdamW for the rest, or AdamW alone."""
 
     name: Literal["muon", "adamw"] = "muon"
     lr: float = 3e-3  # Muon's is scaled so that its updates have AdamW's RMS
@@ -65,7 +65,8 @@ class Optimizer:
             name: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float().clone())
             for name, p in self.params.items()
         }
-        matrices, others = [], []
+        matrices: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
         for name, master in self.masters.items():
             is_matrix = master.ndim == 2 and "embedding" not in name
             (matrices if is_matrix else others).append(master)

@@ -8,6 +8,7 @@ resume, with no generator state to keep.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -74,7 +75,7 @@ class DepthSampler:
     def draw(self, seed: int, step: int) -> int:
         """Depth of optimiser step ``step``."""
         u = np.random.default_rng((seed, step)).random()
-        return int(min(np.searchsorted(self._cdf, u, side="right"), self.pmf.size - 1) + 1)
+        return min(int(np.searchsorted(self._cdf, u, side="right")), self.pmf.size - 1) + 1
 
     def describe(self) -> dict[str, float | int | str]:
         """True moments and quantiles, for logs and ``training.json``."""
@@ -120,7 +121,9 @@ def _probability_table(config: DepthConfig) -> NDArray[np.float64]:
     return _with_mean(table_at, config.mean, size) if config.exact_mean else table_at(centre)
 
 
-def _with_mean(table_at, mean: float, size: int) -> NDArray[np.float64]:
+def _with_mean(
+    table_at: Callable[[float], NDArray[np.float64]], mean: float, size: int
+) -> NDArray[np.float64]:
     """Bisect the location until the table's mean is ``mean``; the mean grows with the location."""
     depths = np.arange(1, size + 1)
     low, high = -20.0, 20.0

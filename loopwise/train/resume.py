@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from loopwise.errors import CheckpointError
-from loopwise.models.base import LoopedModule
+from loopwise.models.base import LoopedLM
 from loopwise.models.checkpoint import point_to, resolve, save_checkpoint
 from loopwise.tokenizer import Tokenizer
 from loopwise.train.optim import Optimizer
@@ -24,7 +24,7 @@ from loopwise.train.optim import Optimizer
 def save_step(
     folder: Path,
     step: int,
-    model: LoopedModule,
+    model: LoopedLM,
     tokenizer: Tokenizer,
     optimizer: Optimizer,
     training: dict[str, Any],
@@ -67,7 +67,7 @@ def load_step(folder: Path, optimizer: Optimizer) -> int:
     state_file = path / "trainer" / "state.json"
     if not state_file.is_file():
         raise CheckpointError(
-            f"{str(path)!r} holds no trainer state, so it cannot be resumed; start a new run from it"
+            f"{str(path)!r} holds no trainer state, so it cannot be resumed; start a new run"
         )
     step = json.loads(state_file.read_text(encoding="utf-8"))["step"]
     state = torch.load(path / "trainer" / "optimizer.pt", weights_only=True)

@@ -1,0 +1,1 @@
+"""Decoding: the slow, obvious reference that everything faster must match."""

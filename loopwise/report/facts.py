@@ -1,0 +1,147 @@
+"""What the page and the terminal say, looked up in results or derived from them; no text, no HTML."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from loopwise.errors import RunFolderError
+from loopwise.report.palette import in_order
+
+Results = dict[str, Any]
+Point = dict[str, Any]
+
+HEADLINE_BUDGET_NATS = 0.01
+SHOWN_DEPTHS = (1, 2, 4, 8, 16, 32)
+
+
+def read_results(run: Path) -> Results:
+    """Results of a run folder.
+
+    Raises:
+        RunFolderError: there are none, or they are not a results file of this format.
+    """
+    file = run / "results.json"
+    remedy = "make it with 'loopwise study', or with 'loopwise measure' on a finished checkpoint"
+    if not file.is_file():
+        raise RunFolderError(f"{str(run)!r} holds no results.json; {remedy}")
+    try:
+        results = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as err:
+        raise RunFolderError(f"{str(file)!r} is not JSON ({err}); {remedy}") from err
+    if not isinstance(results, dict) or results.get("format") != "loopwise-results":
+        raise RunFolderError(f"{str(file)!r} is not a results file of loopwise; {remedy}")
+    if results.get("version") != 1:
+        raise RunFolderError(
+            f"{str(file)!r} has version {results.get('version')!r}, this loopwise reads 1; {remedy}"
+        )
+    missing = [k for k in ("model", "training", "convergence", "frontiers") if k not in results]
+    if missing:
+        raise RunFolderError(f"{str(file)!r} lacks {', '.join(missing)}; {remedy}")
+    return results
+
+
+def at_depth(values: list[float | None], depth: int) -> float | None:
+    """Entry of recurrence ``depth`` (from 1), None past the horizon."""
+    return values[depth - 1] if 1 <= depth <= len(values) else None
+
+
+def frontier_of(results: Results, corpus: str) -> dict[str, Any] | None:
+    return next((f for f in results["frontiers"] if f["corpus"] == corpus), None)
+
+
+def rules(frontier: dict[str, Any]) -> list[str]:
+    """Policies that could serve: neither A0 nor an oracle."""
+    return [
+        n
+        for n in in_order(list(frontier["policies"]))
+        if n != "fixed" and not n.startswith("oracle")
+    ]
+
+
+def budgets(frontier: dict[str, Any]) -> list[float]:
+    """Budgets that were asked for, nats, loosest first."""
+    return sorted({row["budget_nats"] for row in frontier["budgets"]}, reverse=True)
+
+
+def headline_budget(frontier: dict[str, Any]) -> float | None:
+    known = budgets(frontier)
+    if HEADLINE_BUDGET_NATS in known:
+        return HEADLINE_BUDGET_NATS
+    return known[0] if known else None
+
+
+def at_budget(
+    frontier: dict[str, Any], policy: str, meaning: str, budget: float | None
+) -> Point | None:
+    """The shallowest point of a policy within a budget; None where it is not met."""
+    for row in frontier["budgets"]:
+        if (row["policy"], row["meaning"], row["budget_nats"]) == (policy, meaning, budget):
+            return row["point"]
+    return None
+
+
+def budget_rows(frontier: dict[str, Any]) -> Iterator[tuple[str, str, float, Point | None]]:
+    """``(policy, meaning, budget, point)`` in reading order."""
+    known = {(r["policy"], r["meaning"], r["budget_nats"]): r["point"] for r in frontier["budgets"]}
+    for budget in budgets(frontier):
+        for policy in in_order(list(frontier["policies"])):
+            for meaning in ("uniform", "replayed", "live"):
+                if (policy, meaning, budget) in known:
+                    yield policy, meaning, budget, known[policy, meaning, budget]
+
+
+def uniform_delta(frontier: dict[str, Any]) -> list[float]:
+    """Loss above full depth of every uniform depth, nats."""
+    return [p["delta_nats"] for p in frontier["policies"]["fixed"]["uniform"]]
+
+
+def gain_range(point: Point, delta: list[float]) -> tuple[float, float]:
+    """Allocation gain were the point's loss at either end of its 95% interval.
+
+    The uniform curve is taken as it is, so this is the share of the uncertainty that comes from
+    what the exits cost; it fits points measured on the same tokens as the curve.
+
+    Args:
+        delta: loss above full depth of every uniform depth, nats.
+    """
+    curve = np.minimum.accumulate(delta)
+    falls = np.concatenate([[True], np.diff(curve) < 0])
+    depths = np.flatnonzero(falls) + 1.0
+    high, low = np.interp(
+        [point["delta_low"], point["delta_high"]], curve[falls][::-1], depths[::-1]
+    )
+    return float(low / point["mean_depth"]), float(high / point["mean_depth"])
+
+
+def share_of_cap(point: Point) -> float:
+    """Speed-up in charged compute over the largest one this mean depth allows."""
+    return 1 / point["charged_share"] / point["cap"]
+
+
+def live_tokens(frontier: dict[str, Any]) -> int | None:
+    """Tokens the live points were measured on."""
+    for name in rules(frontier):
+        for point in frontier["policies"][name].get("live", []):
+            return point.get("tokens")
+    return None
+
+
+def falls_until(losses: list[float], tolerance: float = 0.0) -> int:
+    """Depth up to which each recurrence lowers the mean loss."""
+    for i in range(1, len(losses)):
+        if losses[i] >= losses[i - 1] + tolerance:
+            return i
+    return len(losses)
+
+
+def mean_depth_of_type(convergence: dict[str, Any], name: str) -> float | None:
+    return next((t["mean"] for t in convergence["token_types"] if t["type"] == name), None)
+
+
+def has_recurrence(convergence: dict[str, Any]) -> bool:
+    return convergence["horizon"] > 1

@@ -1,0 +1,100 @@
+"""The results as a few tables for the terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from loopwise.report import facts, words
+from loopwise.report.palette import policy_style
+
+
+def print_summary(results: facts.Results) -> None:
+    """Print the summary to standard output."""
+    Console().print(summary_table(results))
+
+
+def summary_table(results: facts.Results) -> RenderableType:
+    """Model line, then for each corpus its convergence and what the policies need."""
+    parts: list[RenderableType] = [_model_line(results)]
+    for convergence in results["convergence"]:
+        parts += [Text(), _convergence_table(convergence)]
+        frontier = facts.frontier_of(results, convergence["corpus"])
+        if frontier is not None and frontier["budgets"]:
+            parts += [_policy_table(frontier)]
+    return Group(*parts)
+
+
+def _model_line(results: facts.Results) -> Text:
+    model, training = results["model"], results["training"]
+    layers = "/".join(str(n) for n in model["layers"])
+    mean = (training.get("depth") or {}).get("true_mean")
+    trained = f"trained at mean depth {words.depth(mean)} " if mean else ""
+    return Text(
+        f"{model['architecture']}: {words.count(model['parameters'])} parameters, layers {layers}, "
+        f"d_model {model['d_model']}; {trained}on {words.count(training.get('tokens_seen'))} tokens, "
+        f"seed {training.get('seed', words.DASH)}"
+    )
+
+
+def _convergence_table(convergence: dict[str, Any]) -> Table:
+    table = Table(
+        title=f"{convergence['corpus']}: {convergence['tokens']:,} tokens, horizon "
+        f"{convergence['horizon']}, settled at KL <= {convergence['epsilon']:g} nats",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    losses = convergence["loss_nats"]["mean"]
+    shown = [d for d in facts.SHOWN_DEPTHS if d <= len(losses)]
+    for d in shown:
+        table.add_column(f"loss r={d}", justify="right")
+    for name in ("saturates at", "median settled", "moving at mean"):
+        table.add_column(name, justify="right")
+    saturation = convergence["saturation"]
+    table.add_row(
+        *(words.number(losses[d - 1], 3) for d in shown),
+        f"{saturation['depth']} ({saturation['low']}-{saturation['high']})",
+        words.depth(convergence["settled"]["median"]),
+        words.percent(convergence["moving_at_training_mean"], 1),
+    )
+    return table
+
+
+def _policy_table(frontier: dict[str, Any]) -> Table:
+    table = Table(
+        title=f"{frontier['corpus']}: shallowest point whose 95% interval lies within a budget of "
+        f"uniform depth {frontier['max_depth']}",
+        caption="gain: uniform depth of the same loss / mean depth; compute: charged for checks, "
+        f"share of uniform depth {frontier['max_depth']}; cap: largest speed-up at that depth",
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    for name in ("budget, nats", "policy", "exits"):
+        table.add_column(name)
+    for name in ("mean depth", "delta nats", "gain", "compute", "cap"):
+        table.add_column(name, justify="right")
+    last = None
+    for policy, meaning, budget, point in facts.budget_rows(frontier):
+        if last not in (None, budget):
+            table.add_section()
+        head = "" if budget == last else f"{budget:g}", policy_style(policy).label, meaning
+        last = budget
+        if point is None:
+            table.add_row(*head, "not met", *[words.DASH] * 4)
+            continue
+        table.add_row(
+            *head,
+            words.number(point["mean_depth"]),
+            words.signed(point["delta_nats"]),
+            words.number(point["allocation_gain"]),
+            words.percent(point["charged_share"]),
+            f"{words.number(point['cap'])}x",
+        )
+    return table

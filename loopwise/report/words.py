@@ -1,0 +1,50 @@
+"""Numbers as people read them; None is a dash."""
+
+from __future__ import annotations
+
+DASH = "–"
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    if value is None:
+        return DASH
+    text = f"{value:,.{digits}f}"
+    return text.replace("-", "−") if float(text.replace(",", "")) else text.lstrip("-")
+
+
+def signed(value: float | None, digits: int = 4) -> str:
+    """With its sign, for differences."""
+    if value is None:
+        return DASH
+    text = number(value, digits)
+    return f"+{text}" if value > 0 and float(text.replace(",", "")) else text
+
+
+def small(value: float | None) -> str:
+    """Two significant figures, for quantities that span decades."""
+    return DASH if value is None else f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e+")
+
+
+def percent(value: float | None, digits: int = 0) -> str:
+    return DASH if value is None else f"{number(100 * value, digits)}%"
+
+
+def count(value: float | None) -> str:
+    """1.2k, 3.4M, 12.9B; small ones in full."""
+    if value is None:
+        return DASH
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e4, "k")):
+        if value >= size:
+            return f"{value / (1e3 if unit == 'k' else size):.3g}{unit}"
+    return f"{value:,.0f}"
+
+
+def interval(low: float | None, high: float | None, digits: int = 2) -> str:
+    if low is None or high is None:
+        return DASH
+    return f"{number(low, digits)} to {number(high, digits)}"
+
+
+def depth(value: float | None) -> str:
+    """A depth: whole ones without decimals."""
+    return number(value, 0 if value is not None and value == round(value) else 2)

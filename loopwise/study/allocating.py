@@ -1,0 +1,178 @@
+"""The allocation stage: every policy's frontier on one trace, replayed and live."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopwise.data import TokenBatch
+from loopwise.errors import TraceError
+from loopwise.exits.base import Reads
+from loopwise.exits.rule import ExitRule, build_policy
+from loopwise.measure.convergence import argmax_final_depth
+from loopwise.measure.frontier import (
+    Yardstick,
+    depth_at_budget,
+    replayed_points,
+    score_point,
+    spread_thresholds,
+    uniform_points,
+)
+from loopwise.measure.live import run_live
+from loopwise.measure.probe_fit import judge_probe
+from loopwise.measure.trace import Trace
+from loopwise.models.checkpoint import Checkpoint
+from loopwise.models.costs import flops_per_token
+from loopwise.settings import MeasureConfig
+
+Event = dict[str, Any]
+BUDGETS_NATS = (0.001, 0.01)
+MEANINGS = ("uniform", "replayed", "live")
+
+
+def frontier_stage(
+    trace: Trace, checkpoint: Checkpoint, config: MeasureConfig, emit: Callable[[Event], None]
+) -> dict[str, Any]:
+    """Every policy's frontier: replayed at all thresholds, live at some of them.
+
+    Raises:
+        TraceError: the trace was taken of other weights.
+    """
+    if trace.header["weights_hash"] != checkpoint.weights_hash:
+        raise TraceError(
+            f"trace {str(trace.folder)!r} was taken of other weights than "
+            f"{str(checkpoint.path)!r}; measure again"
+        )
+    costs = flops_per_token(checkpoint.model, context=trace.header["seq"] // 2)
+    mean = trace.header["trained_mean_depth"] or trace.horizon
+    max_depth = max(1, min(round(mean), trace.horizon))
+    yardstick = Yardstick.of(trace, max_depth, costs)
+    policies: dict[str, Any] = {"fixed": {"uniform": uniform_points(yardstick)}}
+    if max_depth > 1:
+        policies |= _oracles(trace, yardstick)
+        live = _LiveRuns(trace, checkpoint, yardstick, config, emit)
+        for name in ("kl", *trace.policies):
+            score = trace["kl_prev"] if name == "kl" else trace[f"score.{name}"]
+            rule = ExitRule(policy=name, max_depth=max_depth)
+            points = replayed_points(score, rule, yardstick, spread_thresholds(score, rule))
+            policies[name] = {"replayed": points, "live": live.points(rule, points)}
+    if "probe" in policies:
+        policies["probe"]["judged"] = _judge(trace, max_depth)
+    return {
+        "corpus": trace.header["corpus"],
+        "max_depth": max_depth,
+        "check_in_recurrences": costs.check_in_recurrences,
+        "policies": policies,
+        "budgets": _budgets(policies),
+    }
+
+
+def _oracles(trace: Trace, yardstick: Yardstick) -> dict[str, Any]:
+    """Bounds that look ahead: the argmax oracle, and one that knows the KL to the last output."""
+    depth = argmax_final_depth(yardstick.argmax)
+    at = np.arange(len(depth)), depth - 1
+    argmax = score_point(depth, yardstick.loss[at], yardstick.argmax[at], yardstick, False)
+    rule = ExitRule(policy="oracle", max_depth=yardstick.max_depth)
+    score = trace["kl_last"]
+    return {
+        "oracle": {"replayed": [{"threshold": None, **argmax}]},
+        "oracle-kl": {
+            "replayed": replayed_points(score, rule, yardstick, spread_thresholds(score, rule))
+        },
+    }
+
+
+class _LiveRuns:
+    """Runs thresholds again with frozen entries, on the first blocks of a trace."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        checkpoint: Checkpoint,
+        yardstick: Yardstick,
+        config: MeasureConfig,
+        emit: Callable[[Event], None],
+    ) -> None:
+        blocks = trace.blocks()
+        n = max(1, min(config.live_tokens // trace.header["seq"], len(blocks.token_ids)))
+        of = trace["block"] < n
+        self.yardstick = replace(
+            yardstick,
+            loss=yardstick.loss[of],
+            argmax=yardstick.argmax[of],
+            block=yardstick.block[of],
+        )
+        firsts = range(0, n, config.batch)
+        self.batches = [_slice(blocks, a, min(a + config.batch, n)) for a in firsts]
+        self.checkpoint, self.config, self.emit = checkpoint, config, emit
+
+    def points(self, rule: ExitRule, replayed: Sequence[Event]) -> list[Event]:
+        """Live twins of some replayed points: spread evenly, and where the budgets are met."""
+        policy = build_policy(rule, self.checkpoint.fitted_policies())
+        thresholds = self._pick(replayed)
+        stage = f"live exits, {rule.policy}"
+        out: list[Event] = []
+        for threshold in thresholds:
+            self._report(stage, len(out), len(thresholds))
+            at = replace(rule, threshold=threshold)
+            result = run_live(self.checkpoint.model, self.batches, at, policy)
+            point = score_point(
+                result.exit_depth.numpy(),
+                result.loss.numpy(),
+                result.argmax.numpy(),
+                self.yardstick,
+                policy.reads is Reads.LOGITS,
+            )
+            out.append({"threshold": threshold, "tokens": len(result.loss), **point})
+        self._report(stage, len(out), len(thresholds))
+        return out
+
+    def _pick(self, replayed: Sequence[Event]) -> list[float]:
+        count = min(self.config.live_thresholds, len(replayed))
+        picked = {round(i) for i in np.linspace(0, len(replayed) - 1, count)}
+        for budget in BUDGETS_NATS:
+            point = depth_at_budget(replayed, budget)
+            if point is not None:
+                picked.add(list(replayed).index(point))
+        return [replayed[i]["threshold"] for i in sorted(picked)]
+
+    def _report(self, stage: str, done: int, total: int) -> None:
+        self.emit({"event": "progress", "stage": stage, "done": done, "total": total})
+
+
+def _slice(blocks: TokenBatch, first: int, last: int) -> TokenBatch:
+    return TokenBatch(
+        token_ids=blocks.token_ids[first:last],
+        targets=blocks.targets[first:last],
+        document_ids=blocks.document_ids[first:last],
+        positions=blocks.positions[first:last],
+        hops=blocks.hops[first:last],
+    )
+
+
+def _judge(trace: Trace, max_depth: int) -> dict[str, Any]:
+    """The probe's predictions against what happened, on text it was not fitted on."""
+    differs: NDArray[np.bool_] = trace["argmax"] != trace["argmax"][:, -1:]
+    changes_later = np.maximum.accumulate(differs[:, ::-1], axis=1)[:, ::-1]
+    score = trace["score.probe"]
+    return judge_probe(score[:, :max_depth].ravel(), changes_later[:, :max_depth].ravel())
+
+
+def _budgets(policies: dict[str, Any]) -> list[Event]:
+    """For each rule and meaning: the shallowest point within each budget, or None."""
+    return [
+        {
+            "policy": name,
+            "meaning": meaning,
+            "budget_nats": budget,
+            "point": depth_at_budget(kinds[meaning], budget),
+        }
+        for name, kinds in policies.items()
+        for meaning in MEANINGS
+        if meaning in kinds
+        for budget in BUDGETS_NATS
+    ]
