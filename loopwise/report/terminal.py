@@ -41,20 +41,27 @@ def _model_line(results: facts.Results) -> Text:
     )
 
 
-def _convergence_table(convergence: dict[str, Any]) -> Table:
-    table = Table(
-        title=f"{convergence['corpus']}: {convergence['tokens']:,} tokens, horizon "
-        f"{convergence['horizon']}, settled at KL <= {convergence['epsilon']:g} nats",
+def _table(title: str, caption: str | None = None) -> Table:
+    return Table(
+        title=title,
+        caption=caption,
         title_justify="left",
+        caption_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+
+
+def _convergence_table(convergence: dict[str, Any]) -> Table:
+    table = _table(
+        f"{convergence['corpus']}: loss in nats at depth r, {convergence['tokens']:,} tokens; "
+        f"settled at KL <= {convergence['epsilon']:g} nats up to r={convergence['horizon']}"
     )
     losses = convergence["loss_nats"]["mean"]
     shown = [d for d in facts.SHOWN_DEPTHS if d <= len(losses)]
-    for d in shown:
-        table.add_column(f"loss r={d}", justify="right")
-    for name in ("saturates at", "median settled", "moving at mean"):
-        table.add_column(name, justify="right")
+    for name in (*(f"r={d}" for d in shown), "saturates", "median settled", "moving at mean"):
+        table.add_column(name, justify="right", no_wrap=True)
     saturation = convergence["saturation"]
     table.add_row(
         *(words.number(losses[d - 1], 3) for d in shown),
@@ -66,20 +73,16 @@ def _convergence_table(convergence: dict[str, Any]) -> Table:
 
 
 def _policy_table(frontier: dict[str, Any]) -> Table:
-    table = Table(
-        title=f"{frontier['corpus']}: shallowest point whose 95% interval lies within a budget of "
-        f"uniform depth {frontier['max_depth']}",
-        caption="gain: uniform depth of the same loss / mean depth; compute: charged for checks, "
-        f"share of uniform depth {frontier['max_depth']}; cap: largest speed-up at that depth",
-        title_justify="left",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
+    full = frontier["max_depth"]
+    table = _table(
+        f"{frontier['corpus']}: shallowest point whose 95% interval is within a budget of depth {full}",
+        f"gain: uniform depth of the same loss / mean depth; compute: with checks, share of uniform "
+        f"depth {full};\ncap: largest speed-up at that depth",
     )
-    for name in ("budget, nats", "policy", "exits"):
-        table.add_column(name)
-    for name in ("mean depth", "delta nats", "gain", "compute", "cap"):
-        table.add_column(name, justify="right")
+    for name in ("budget", "policy", "exits"):
+        table.add_column(name, no_wrap=True)
+    for name in ("depth", "delta nats", "gain", "compute", "cap"):
+        table.add_column(name, justify="right", no_wrap=True)
     last = None
     for policy, meaning, budget, point in facts.budget_rows(frontier):
         if last not in (None, budget):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -328,23 +329,24 @@ class Trainer:
     @contextmanager
     def _signals(self) -> Iterator[None]:
         """Turn the first SIGTERM or SIGINT into a saved stop; a second one acts as usual."""
-        names = (signal.SIGTERM, signal.SIGINT)
-        before: dict[signal.Signals, Any] = {}
+        usual: dict[signal.Signals, Any] = {}
 
         def note(number: int, frame: object) -> None:
             self._signal = signal.Signals(number).name
-            for each, handler in before.items():
+            restore()
+
+        def restore() -> None:
+            for each, handler in usual.items():
                 signal.signal(each, handler)
 
-        try:
-            before = {n: signal.signal(n, note) for n in names}
-        except ValueError:  # not in the main thread: signals belong to somebody else
-            before: dict[signal.Signals, Any] = {}
+        # Outside the main thread signals belong to somebody else.
+        if threading.current_thread() is threading.main_thread():
+            for each in (signal.SIGTERM, signal.SIGINT):
+                usual[each] = signal.signal(each, note)
         try:
             yield
         finally:
-            for each, handler in before.items():
-                signal.signal(each, handler)
+            restore()
 
 
 def _make_optimizer(model: LoopedLM, config: OptimConfig, dtype: torch.dtype) -> Optimizer:

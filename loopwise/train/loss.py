@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ class LoopedLoss:
         backprop_depth: recurrences at the end that gradients flow through; the ones before run
             without a graph (truncated back-propagation through depth).
         checkpoint_recurrences: keep one latent per recurrence and recompute the rest backwards.
-        compiled: use torch.compile.
+        compiled: use torch.compile, with this ``backend``.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class LoopedLoss:
         backprop_depth: int,
         checkpoint_recurrences: bool = False,
         compiled: bool = False,
+        backend: str | Callable[..., Any] = "inductor",
     ) -> None:
         self.model = model
         self.backprop_depth = backprop_depth
@@ -43,9 +45,9 @@ class LoopedLoss:
         self.core_step: Callable[..., Tensor] = model.core_step
         self.read: Callable[..., Tensor] = self._read
         if compiled:
-            self.prelude = torch.compile(self.prelude, dynamic=False)
-            self.core_step = torch.compile(self.core_step, dynamic=False)
-            self.read = torch.compile(self.read, dynamic=False)
+            self.prelude = torch.compile(self.prelude, dynamic=False, backend=backend)
+            self.core_step = torch.compile(self.core_step, dynamic=False, backend=backend)
+            self.read = torch.compile(self.read, dynamic=False, backend=backend)
 
     def __call__(self, batch: TokenBatch, depth: int, seeds: Tensor | None = None) -> Tensor:
         """Summed cross-entropy in nats over the batch's targets, float32 scalar.

@@ -18,6 +18,9 @@ class MetricLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        if path.is_file() and not path.read_bytes().endswith(b"\n"):
+            with path.open("a", encoding="utf-8") as file:
+                file.write("\n")  # close the line a kill left half-written
         self.segment = 1 + max((e.get("segment", 0) for e in _lines(path)), default=0)
 
     def write(self, event: dict[str, Any]) -> None:

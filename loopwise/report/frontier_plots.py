@@ -1,0 +1,180 @@
+"""Figures of quality against depth and charged compute, from plain results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from loopwise.report import facts
+from loopwise.report.draw import legend, note, panel
+from loopwise.report.palette import INK, MUTED, Style, in_order, policy_style
+
+Frontier = dict[str, Any]
+
+LINEAR_NATS = 0.01  # the axis is linear up to here and logarithmic beyond
+_DELTA = "loss above full depth (nats)"
+_TICKS = (-0.1, -0.01, 0.0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0)
+
+
+def by_mean_depth(frontier: Frontier) -> Figure:
+    """Loss above full depth against mean recurrences per token."""
+    fig, ax = panel(
+        f"Quality and depth · {frontier['corpus']}",
+        "mean depth (recurrences per token)",
+        _DELTA,
+        height=4.1,
+    )
+    _all_policies(ax, frontier, "mean_depth")
+    ax.set_xlim(0.8, frontier["max_depth"] + 0.25)
+    _delta_axis(ax, frontier)
+    legend(ax, 2, loc="upper right")
+    return fig
+
+
+def by_compute(frontier: Frontier) -> Figure:
+    """Loss above full depth against compute charged for every check, with the cap of depth."""
+    full = frontier["max_depth"]
+    fig, ax = panel(
+        f"Quality and compute · {frontier['corpus']}",
+        f"charged compute (share of uniform depth {full})",
+        _DELTA,
+        height=4.6,
+        bottom=1.0,
+    )
+    _all_policies(ax, frontier, "charged_share")
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.0%}"))
+    ax.axvline(1.0, color=MUTED, linewidth=0.9)
+    _delta_axis(ax, frontier)
+    legend(ax, 2, loc="upper right")
+    _annotate_caps(ax, frontier)
+    return fig
+
+
+def allocation_gain(frontier: Frontier) -> Figure:
+    """Uniform depth of the same loss over mean depth, against loss above full depth."""
+    fig, ax = panel(
+        f"Allocation gain · {frontier['corpus']}", _DELTA, "allocation gain (ratio)", height=3.6
+    )
+    ax.axhline(1.0, color=policy_style("fixed").colour, linewidth=1.4)
+    shown: list[float] = [1.0]
+    delta = facts.uniform_delta(frontier)
+    for name in in_order(list(frontier["policies"])):
+        if name == "fixed":
+            continue
+        style = policy_style(name)
+        points = _inside(frontier["policies"][name].get("replayed", []))
+        if points:
+            gain = np.array([p["allocation_gain"] for p in points])
+            ranges = np.array([facts.gain_range(p, delta) for p in points])
+            error = np.maximum([gain - ranges[:, 0], ranges[:, 1] - gain], 0)
+            x = [p["delta_nats"] for p in points]
+            ax.errorbar(x, gain, yerr=error, fmt="none", ecolor=style.colour, alpha=0.35, lw=0.8)
+            ax.plot(x, gain, label=style.label, **_line(style))
+            shown += gain.tolist()
+        live = _inside(frontier["policies"][name].get("live", []))
+        if live:
+            gains = [p["allocation_gain"] for p in live]
+            ax.plot([p["delta_nats"] for p in live], gains, **_live(style))
+            shown += gains
+    ax.set_xscale("symlog", linthresh=LINEAR_NATS, linscale=1.2)
+    ax.set_xticks(
+        [0, 0.005, 0.01, 0.02, 0.05, 0.1], ["0", "0.005", "0.01", "0.02", "0.05", "0.1"]
+    )
+    ax.minorticks_off()
+    ax.set_xlim(-0.004, 0.13)
+    ax.set_ylim(min(shown) - 0.05, max(shown) + 0.12)
+    note(ax, 0.125, 1.0, "uniform depth", policy_style("fixed").colour, ha="right", va="bottom")
+    legend(ax, 3, loc="upper right")
+    return fig
+
+
+def _all_policies(ax: Any, frontier: Frontier, key: str) -> None:
+    uniform = frontier["policies"]["fixed"]["uniform"]
+    style = policy_style("fixed")
+    x, y = [p[key] for p in uniform], [p["delta_nats"] for p in uniform]
+    ax.plot(x, y, color=style.colour, linewidth=2.0, marker="o", markersize=4, label=style.label)
+    for name in in_order(list(frontier["policies"])):
+        if name == "fixed":
+            continue
+        style, kinds = policy_style(name), frontier["policies"][name]
+        points = sorted(kinds.get("replayed", []), key=lambda p: p[key])
+        if points:
+            _bars(ax, points, key, style, 0.35)
+            x, y = [p[key] for p in points], [p["delta_nats"] for p in points]
+            ax.plot(x, y, label=style.label, **_line(style))
+        live = kinds.get("live", [])
+        if live:
+            _bars(ax, live, key, style, 0.9)
+            ax.plot([p[key] for p in live], [p["delta_nats"] for p in live], **_live(style))
+    if facts.live_tokens(frontier) is not None:
+        hollow = {"mfc": "none", "mec": MUTED, "color": MUTED}
+        ax.plot([], [], linestyle="", marker="o", markersize=7, label="hollow: live", **hollow)
+
+
+def _bars(ax: Any, points: list[facts.Point], key: str, style: Style, alpha: float) -> None:
+    y = np.array([p["delta_nats"] for p in points])
+    low, high = (np.array([p[k] for p in points]) for k in ("delta_low", "delta_high"))
+    error = np.maximum([y - low, high - y], 0)
+    x = [p[key] for p in points]
+    ax.errorbar(x, y, yerr=error, fmt="none", ecolor=style.colour, elinewidth=0.9, alpha=alpha)
+
+
+def _line(style: Style) -> dict[str, Any]:
+    return {
+        "color": style.colour,
+        "linewidth": 1.2,
+        "linestyle": (0, (4, 2)) if style.dashed else "-",
+        "marker": style.marker,
+        "markersize": 8 if style.marker == "*" else 3,
+    }
+
+
+def _live(style: Style) -> dict[str, Any]:
+    return {
+        "linestyle": "",
+        "marker": style.marker,
+        "markersize": 7,
+        "mfc": "none",
+        "mec": style.colour,
+        "mew": 1.3,
+    }
+
+
+def _delta_axis(ax: Any, frontier: Frontier) -> None:
+    """Linear around the budgets, logarithmic beyond; the budgets are drawn."""
+    ax.set_yscale("symlog", linthresh=LINEAR_NATS, linscale=1.6)
+    points = [
+        p for kinds in frontier["policies"].values() for k in _POINTS for p in kinds.get(k, [])
+    ]
+    low = min(-0.002, *(p["delta_nats"] for p in points))
+    high = max(2 * LINEAR_NATS, *(p["delta_nats"] for p in points))
+    ticks = [t for t in _TICKS if low <= t <= 1.5 * high]
+    ax.set_yticks(ticks, [f"{t:g}".replace("-", "−") for t in ticks])
+    ax.minorticks_off()
+    ax.set_ylim(1.4 * low, 6 * high)
+    for budget in facts.budgets(frontier):
+        ax.axhline(budget, color=INK, linewidth=0.8, linestyle=(0, (2, 2)), zorder=0)
+
+
+def _annotate_caps(ax: Any, frontier: Frontier) -> None:
+    """Under the axes, for each rule at the headline budget: its speed-up and the cap of its depth."""
+    budget = facts.headline_budget(frontier)
+    points = [(n, facts.at_budget(frontier, n, "replayed", budget)) for n in facts.rules(frontier)]
+    met = [(policy_style(name), point) for name, point in points if point is not None]
+    for i, (style, point) in enumerate(met):
+        text = (
+            f"{style.label} within {budget:g} nats: {1 / point['charged_share']:.2f}× less compute, "
+            f"cap {point['cap']:.2f}× ({facts.share_of_cap(point):.0%})"
+        )
+        place = {"xycoords": "axes points", "textcoords": "axes points", "fontsize": 8}
+        ax.annotate(text, (0, 0), (0, -48 - 11 * i), color=style.colour, **place)
+
+
+def _inside(points: list[facts.Point]) -> list[facts.Point]:
+    return [p for p in points if -0.004 <= p["delta_nats"] <= 0.13]
+
+
+_POINTS = ("uniform", "replayed", "live")

@@ -1,0 +1,248 @@
+"""The training loop: exact resume, no silent trouble, safe checkpoints."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from loopwise.errors import CheckpointError, NonFiniteError
+from loopwise.measure.evaluate import batches, loss_by_depth
+from loopwise.models import checkpoint as checkpoint_module
+from loopwise.models.checkpoint import load_checkpoint
+from loopwise.tokenizer import ByteTokenizer
+from loopwise.train.loop import Interrupted, TrainConfig, Trainer
+from loopwise.train.metrics import MetricLog, read_metrics
+from loopwise.train.optim import OptimConfig, lr_factor
+from loopwise.train.recurrence import DepthConfig
+from tests.conftest import make_blocks, make_model
+
+
+def make_trainer(folder: Path, *, steps: int = 12, optim: str = "muon", **changes) -> Trainer:
+    settings = {
+        "seq": 32,
+        "micro_batch": 2,
+        "eval_every": 5,
+        "eval_blocks": 2,
+        "eval_depths": (1, 4),
+        "save_every": 5,
+        "dtype": "fp32",
+        "compile": "off",
+        **changes,
+    }
+    return Trainer(
+        make_model(),
+        ByteTokenizer(),
+        make_blocks(documents=6),
+        make_blocks(documents=3, first=100, shuffle=False),
+        config=TrainConfig(steps=steps, **settings),
+        optim=OptimConfig(name=optim),
+        depth=DepthConfig(mean=3.0, backprop_depth=2),
+        seed=3,
+        folder=folder,
+    )
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_checkpoint(folder).model.state_dict()
+
+
+@pytest.mark.parametrize("optim", ["muon", "adamw"])
+def test_resume_is_bit_equal_to_an_unbroken_run(tmp_path, optim, monkeypatch):
+    """Mid-epoch, shuffled, two loader workers, accumulation 3; the kill comes between saves."""
+    changes = {"steps": 40, "workers": 2, "accumulation": 3, "save_every": 10, "optim": optim}
+    straight = make_trainer(tmp_path / "straight", **changes)
+    straight.run()
+    broken = make_trainer(tmp_path / "broken", **changes)
+    one_step = broken._one_step
+
+    def dies_at_17(micro_batches):
+        if broken.step == 17:
+            raise KeyboardInterrupt
+        one_step(micro_batches)
+
+    monkeypatch.setattr(broken, "_one_step", dies_at_17)
+    with pytest.raises(KeyboardInterrupt):
+        broken.run()
+    make_trainer(tmp_path / "broken", **changes).run(resume=True)
+    logs = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("straight", "broken")]
+    assert [e["step"] for e in logs[1]] == list(range(1, 41))
+    for a, b in zip(*logs, strict=True):
+        assert [a[k] for k in ("loss_nats", "depth", "lr", "grad_norm")] == [
+            b[k] for k in ("loss_nats", "depth", "lr", "grad_norm")
+        ]
+    for name, tensor in _weights(tmp_path / "straight").items():
+        assert torch.equal(tensor, _weights(tmp_path / "broken")[name]), name
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_leaves_a_state_that_resumes(tmp_path, number):
+    trainer = make_trainer(tmp_path)
+    trainer._on_event = lambda e: (
+        os.kill(os.getpid(), number) if e["event"] == "step" and e["step"] == 7 else None
+    )
+    with pytest.raises(Interrupted, match="after step 7"):
+        trainer.run()
+    assert make_trainer(tmp_path).run(resume=True)["step"] == 12
+    straight = tmp_path / "straight"
+    make_trainer(straight).run()
+    for name, tensor in _weights(straight).items():
+        assert torch.equal(tensor, _weights(tmp_path)[name]), name
+
+
+def test_accumulation_weights_by_target_tokens(tmp_path):
+    """Eight unequal sequences as 8x1, 4x2 and 1x8 give one gradient."""
+    norms, losses = [], []
+    for micro_batch in (8, 4, 2, 1):
+        folder = tmp_path / str(micro_batch)
+        trainer = make_trainer(
+            folder, steps=1, micro_batch=micro_batch, accumulation=8 // micro_batch
+        )
+        trainer.run()
+        step = read_metrics(folder / "metrics.jsonl")[0]
+        norms.append(step["grad_norm"])
+        losses.append(step["loss_nats"])
+    assert norms == pytest.approx([norms[0]] * 4, rel=1e-5)
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-6)
+
+
+def _poison(trainer: Trainer, at_step: int) -> None:
+    collect = trainer.optimizer.collect_gradients
+
+    def poisoned():
+        norm = collect()
+        return torch.tensor(float("nan")) if trainer.step + 1 == at_step else norm
+
+    trainer.optimizer.collect_gradients = poisoned
+
+
+def test_a_non_finite_gradient_stops_before_the_update_and_names_the_step(tmp_path):
+    trainer = make_trainer(tmp_path)
+    _poison(trainer, 8)
+    before = {}
+    trainer._on_event = lambda e: (
+        before.update({k: v.clone() for k, v in trainer.optimizer.masters.items()})
+        if e.get("step") == 7
+        else None
+    )
+    with pytest.raises(NonFiniteError, match="step 8"):
+        trainer.run()
+    for name, master in trainer.optimizer.masters.items():
+        assert torch.equal(master, before[name]), name
+    assert load_checkpoint(tmp_path).training["step"] == 5
+    events = [json.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert events[-1]["event"] == "non_finite"
+    assert events[-1]["norm"] is None  # valid JSON
+
+
+def test_skip_mode_counts_and_goes_on(tmp_path):
+    trainer = make_trainer(tmp_path, non_finite="skip")
+    _poison(trainer, 8)
+    trainer.run()
+    steps = read_metrics(tmp_path / "metrics.jsonl")
+    assert steps[-1]["step"] == 12
+    assert steps[-1]["skipped_steps"] == 1
+
+
+def test_in_training_loss_equals_the_loss_of_the_saved_checkpoint(tmp_path):
+    trainer = make_trainer(tmp_path)
+    final = trainer.run()
+    loaded = load_checkpoint(tmp_path)
+    held_out = make_blocks(documents=3, first=100, shuffle=False)
+    again = loss_by_depth(loaded.model, batches(held_out, 2, 2), [1, 4])
+    for depth, loss in final["loss_nats_by_depth"].items():
+        assert again[int(depth)] == pytest.approx(loss, abs=1e-5)
+
+
+def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path, monkeypatch):
+    trainer = make_trainer(tmp_path)
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    trainer._on_event = lambda e: (
+        monkeypatch.setattr(checkpoint_module, "save_file", full) if e.get("step") == 7 else None
+    )
+    with pytest.raises(CheckpointError, match="No space left"):
+        trainer.run()
+    assert load_checkpoint(tmp_path).training["step"] == 5
+    assert not list((tmp_path / "checkpoints").glob(".partial-*"))
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path):
+    make_trainer(tmp_path, steps=21, save_every=3, keep=2).run()
+    names = sorted(p.name for p in (tmp_path / "checkpoints").glob("step-*"))
+    assert names == ["step-0000018", "step-0000021"]
+
+
+_KILLED = """
+import sys
+from pathlib import Path
+from tests.train.test_loop import make_trainer
+make_trainer(Path(sys.argv[1]), steps=400, save_every=1, eval_every=400).run(resume=len(sys.argv) > 2)
+"""
+
+
+def test_a_kill_at_any_moment_leaves_a_loadable_checkpoint(tmp_path):
+    """SIGKILL while saving after every step, again and again, resuming from what is there."""
+    root = Path(__file__).parents[2]
+    last = -1
+    pointer = tmp_path / "checkpoints" / "latest"
+    for attempt, delay in enumerate((0.03, 0.11, 0.27, 0.05)):
+        arguments = [sys.executable, "-c", _KILLED, str(tmp_path)]
+        arguments += ["resume"] if pointer.exists() else []
+        before = pointer.read_text() if pointer.exists() else ""
+        process = subprocess.Popen(arguments, cwd=root, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 60
+        while not pointer.exists() or pointer.read_text() == before:
+            assert time.monotonic() < deadline, "no checkpoint within a minute"
+            assert process.poll() is None, "the run ended by itself"
+            time.sleep(0.005)
+        time.sleep(delay)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        step = load_checkpoint(tmp_path).training["step"]
+        assert step > last, f"attempt {attempt} lost ground"
+        last = step
+
+
+def test_low_precision_weights_are_copies_of_float32_masters(tmp_path):
+    trainer = make_trainer(tmp_path, dtype="bf16", steps=6)
+    trainer.run()
+    saved = _weights(tmp_path)
+    for name, master in trainer.optimizer.masters.items():
+        assert torch.equal(saved[name], master), name
+        assert torch.equal(trainer.optimizer.params[name], master.bfloat16()), name
+
+
+def test_readers_keep_the_latest_segment_after_a_crash(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log = MetricLog(path)
+    for step in range(1, 28):
+        log.write({"event": "step", "step": step, "loss_nats": float(step)})
+    with path.open("a") as file:
+        file.write('{"segment": 1, "event": "st')  # killed while writing
+    log = MetricLog(path)
+    assert log.segment == 2
+    for step in range(21, 26):
+        log.write({"event": "step", "step": step, "loss_nats": float("nan")})
+    events = read_metrics(path)
+    assert [e["step"] for e in events] == list(range(1, 26))
+    assert [e["loss_nats"] for e in events[19:21]] == [20.0, None]
+
+
+def test_schedule_warms_up_stays_and_decays():
+    config = OptimConfig(warmup_fraction=0.1, decay_fraction=0.2, final_lr_fraction=0.1)
+    factors = [lr_factor(config, step, 100) for step in range(100)]
+    assert factors[0] == pytest.approx(0.1)
+    assert factors[10:80] == [1.0] * 70
+    assert factors[-1] == pytest.approx(0.1 + 0.9 / 20)
+    assert max(factors) == 1.0

@@ -1,0 +1,76 @@
+"""Truncated back-propagation, recomputation and compilation change cost, not meaning."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from loopwise.models.views import PackedView
+from loopwise.train.loss import LoopedLoss
+from tests.conftest import make_model
+
+
+def _gradients(model, loss) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+def _assert_close(a, b, tolerance):
+    for name in a:
+        assert (a[name] - b[name]).abs().max() <= tolerance, name
+
+
+@pytest.mark.parametrize(("depth", "through"), [(1, 4), (4, 4), (6, 2), (5, 1)])
+def test_gradients_equal_a_hand_written_truncation(batch, depth, through):
+    model = make_model().double().train()
+    ours = _gradients(model, LoopedLoss(model, backprop_depth=through)(batch, depth))
+    view = PackedView(model.geometry.rope, batch.positions, batch.document_ids, torch.float64)
+    injection = model.prelude(batch.token_ids, view)
+    latent = model.initial_latent(injection)
+    for r in range(1, depth + 1):
+        if r == depth - through + 1:
+            latent = latent.detach()
+        # The early recurrences see the injection's value but send nothing back to it.
+        seen = injection if r > depth - through else injection.detach()
+        latent = model.core_step(latent, seen, r, view)
+    logits = model.coda(latent, depth, view)
+    loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="sum")
+    _assert_close(ours, _gradients(model, loss), 1e-5)  # the loss itself is float32
+
+
+def test_recomputing_each_recurrence_leaves_gradients_unchanged(batch):
+    model = make_model().train()
+    plain = _gradients(model, LoopedLoss(model, backprop_depth=16)(batch, 16))
+    again = LoopedLoss(model, backprop_depth=16, checkpoint_recurrences=True)
+    _assert_close(plain, _gradients(model, again(batch, 16)), 1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's own, in tracing
+def test_any_depths_need_at_most_three_compilations_of_the_core(batch):
+    compiled: list[int] = []
+
+    def count(graph, example_inputs):
+        compiled.append(len(graph.graph.nodes))
+        return graph.forward
+
+    torch.compiler.reset()
+    model = make_model().train()
+    loss = LoopedLoss(model, backprop_depth=4, compiled=True, backend=count)
+    eager = LoopedLoss(model, backprop_depth=4)
+    core_before = None
+    for depth in (3, 1, 9, 2, 16, 5, 7, 12, 4):
+        assert loss(batch, depth).item() == pytest.approx(eager(batch, depth).item(), rel=1e-5)
+        core_before = core_before or len(compiled)
+    # prelude, core learning, core without a graph, reading
+    assert len(compiled) <= 2 + 3
+    torch.compiler.reset()
+
+
+def test_noise_start_depends_on_the_seed_alone(batch):
+    model = make_model(latent_init="noise")
+    loss = LoopedLoss(model, backprop_depth=4)
+    seeds = torch.arange(batch.token_ids.numel()).view_as(batch.token_ids)
+    assert loss(batch, 2, seeds).item() == loss(batch, 2, seeds).item()
+    assert loss(batch, 2, seeds).item() != loss(batch, 2, seeds + 1).item()
