@@ -88,7 +88,9 @@ class Naive:
             top = max(scores)
             shares = [math.exp(score - top) for score in scores]
             total = sum(shares)
-            values = (share / total * entry[1][kv] for share, entry in zip(shares, seen))
+            values = (
+                share / total * entry[1][kv] for share, entry in zip(shares, seen, strict=True)
+            )
             mixed.append(sum(values, np.zeros(size)))
         return self.weights[name + "out.weight"] @ np.concatenate(mixed), own
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from loopwise.errors import ShapeError
@@ -35,6 +36,11 @@ class StepKL:
         return kl.masked_fill(observation.first(), float("inf")), now
 
 
-def step_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL(p || q) in nats from log-probabilities ``(rows, vocab)``: ``(rows,)``, not below 0."""
-    return (log_p.exp() * (log_p - log_q)).sum(dim=-1).clamp_min(0.0)
+def step_kl(log_p: Tensor, log_q: Tensor, p: Tensor | None = None) -> Tensor:
+    """KL(p || q) in nats from log-probabilities ``(rows, vocab)``: ``(rows,)``, not below 0.
+
+    Args:
+        p: ``log_p.exp()``, where the caller has it already.
+    """
+    p = log_p.exp() if p is None else p
+    return torch.linalg.vecdot(p, log_p - log_q).clamp_min(0.0)

@@ -1,7 +1,7 @@
 """Traces: what every token did at every recurrence of a frozen model, streamed to disk.
 
-A trace is a folder: ``trace.json`` (what was run on what), ``blocks.safetensors`` (the packed
-tokens) and ``shard-*.safetensors``. Everything in a report is computed from it by pure functions.
+A trace is a folder: ``trace.json`` (what was run on what) and ``shard-*.safetensors`` (packed
+blocks and what their tokens did). Everything in a report is computed from it by pure functions.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch import Tensor
 from loopwise.data import PackedBlocks, TokenBatch
 from loopwise.data.packing import NO_TARGET
 from loopwise.errors import RunFolderError, TraceError
-from loopwise.exits.base import ExitPolicy, Observation, Reads
-from loopwise.exits.kl import StepKL, step_kl
+from loopwise.exits.base import ExitPolicy, Observation
+from loopwise.exits.kl import step_kl
 from loopwise.measure.evaluate import check_depths, trajectory
 from loopwise.models.base import LoopedLM
 from loopwise.models.layers import row_seeds
@@ -32,7 +32,9 @@ from loopwise.models.layers import row_seeds
 FORMAT = "loopwise-trace"
 VERSION = 1
 _SHARD_ROWS = 16_384
-_LOGITS_BYTES = 64 << 20  # of one buffer of log-probabilities
+_BATCH_ROWS = 2048  # tokens whose latents of all recurrences are held at once
+_CHUNK_ROWS = 128  # tokens whose distributions are held at once
+_BLOCK_FIELDS = ("token_ids", "targets", "document_ids", "positions", "hops")
 
 PER_TOKEN = ("token", "target", "block", "column", "position", "hops")
 PER_RECURRENCE = (
@@ -57,7 +59,6 @@ class TraceInfo:
     corpus: str
     text_hash: str
     trained_mean_depth: float | None
-    n_bytes: int  # UTF-8 bytes the targets stand for
 
 
 class Trace:
@@ -95,8 +96,7 @@ class Trace:
 
     def blocks(self) -> TokenBatch:
         """The packed blocks that were run, as one batch."""
-        names = ("token_ids", "targets", "document_ids", "positions", "hops")
-        return TokenBatch(*(self._read("blocks.safetensors", name) for name in names))
+        return TokenBatch(*(torch.from_numpy(self[f"blocks.{name}"]) for name in _BLOCK_FIELDS))
 
     def _read(self, shard: str, name: str) -> Tensor:
         path = self.folder / shard
@@ -122,6 +122,7 @@ def write_trace(
     horizon: int = 32,
     limit: int | None = None,
     policies: Sequence[ExitPolicy] = (),
+    byte_lengths: NDArray[np.int32] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Trace:
     """Run ``blocks`` to ``horizon`` and stream every token's trajectory into ``folder``.
@@ -132,6 +133,7 @@ def write_trace(
         model: frozen; its dtype is the dtype of the measurement.
         limit: at most so many blocks.
         policies: whose scores to record beside the standard quantities.
+        byte_lengths: UTF-8 bytes of each token id, ``(vocab,)``, for bits per byte.
         progress: called with blocks done and blocks in all.
     Raises:
         DepthError: a horizon the model cannot run.
@@ -143,19 +145,18 @@ def write_trace(
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     total = blocks.n_blocks if limit is None else min(limit, blocks.n_blocks)
-    size = max(1, _LOGITS_BYTES // (4 * blocks.seq * model.geometry.vocab_size))
+    size = max(1, _BATCH_ROWS // blocks.seq)
     shards = _Shards(folder)
-    kept: list[TokenBatch] = []
+    n_bytes = 0
     for first in range(0, total, size):
         batch = blocks.batch(first, min(size, total - first))
-        shards.add({**_token_columns(batch, first), **trace_batch(model, batch, horizon, policies)})
-        kept.append(batch)
+        columns = _token_columns(batch, first)
+        packed = {f"blocks.{name}": getattr(batch, name) for name in _BLOCK_FIELDS}
+        shards.add({**columns, **packed, **trace_batch(model, batch, horizon, policies)})
+        if byte_lengths is not None:
+            n_bytes += int(byte_lengths[columns["target"].numpy()].sum())
         if progress is not None:
             progress(min(first + size, total), total)
-    names = ("token_ids", "targets", "document_ids", "positions", "hops")
-    save_file(
-        {n: torch.cat([getattr(b, n) for b in kept]) for n in names}, folder / "blocks.safetensors"
-    )
     header = {
         "format": FORMAT,
         "version": VERSION,
@@ -164,6 +165,7 @@ def write_trace(
         "dtype": str(model.dtype).removeprefix("torch."),
         "seq": blocks.seq,
         "n_blocks": total,
+        "n_bytes": n_bytes,
         "policies": [p.name for p in policies],
         **shards.finish(),
     }
@@ -178,59 +180,81 @@ def trace_batch(
 ) -> dict[str, Tensor]:
     """Every quantity of PER_RECURRENCE and every policy's score, each ``(tokens, horizon)``.
 
-    Rows are the batch's targets in reading order. The latents of all recurrences are kept for this
-    batch, so that the distance to the last distribution needs no second pass through the core.
+    Rows are the batch's targets in reading order. What all recurrences left is kept for this batch,
+    so that the distance to the last distribution needs no second pass through the core.
     """
     rows = (batch.targets.flatten() != NO_TARGET).nonzero().squeeze(-1)
     targets = batch.targets.flatten()[rows]
-    steps = list(trajectory(model, batch, horizon))
-    latents, view = [latent for _, latent, _ in steps], steps[0][2]
+    latents, hiddens = [], []
+    for r, latent, view in trajectory(model, batch, horizon):
+        if r == 1:
+            injection = model.prelude(batch.token_ids, view)
+            initial = model.initial_latent(injection, row_seeds(batch.positions))
+            latents.append(initial.flatten(0, -2)[rows])
+        latents.append(latent.flatten(0, -2)[rows])
+        hiddens.append(model.hidden(latent, r, view).flatten(0, -2)[rows])
+    # A few rows at a time, every recurrence of them: the distributions then stay in the cache.
+    parts = [
+        _trace_rows(
+            model, [h[of] for h in latents], [h[of] for h in hiddens], targets[of], policies
+        )
+        for of in torch.arange(rows.numel()).split(_CHUNK_ROWS)
+    ]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
-    def logits_at(r: int) -> Tensor:
-        hidden = model.hidden(latents[r - 1], r, view).flatten(0, -2)[rows]
-        return model.head(hidden).float()
 
-    injection = model.prelude(batch.token_ids, view)
-    before = model.initial_latent(injection, row_seeds(batch.positions)).flatten(0, -2)[rows]
-    last = logits_at(horizon).log_softmax(dim=-1)
-    own = StepKL()
-    log_p = torch.zeros_like(last)
+def _trace_rows(
+    model: LoopedLM,
+    latents: list[Tensor],
+    hiddens: list[Tensor],
+    targets: Tensor,
+    policies: Sequence[ExitPolicy],
+) -> dict[str, Tensor]:
+    """``trace_batch`` for some rows, given what each recurrence left of them.
+
+    Args:
+        latents: before recurrence 1 and after each, horizon + 1 tensors ``(rows, d_model)``.
+        hiddens: what the head reads after each, horizon tensors ``(rows, d_model)``.
+    """
+    last = model.head(hiddens[-1]).float().log_softmax(dim=-1)
+    before: Tensor | None = None
+    step_before: Tensor | None = None
     memories = [
-        last.new_zeros(rows.numel(), p.memory_width(last.shape[-1], before.shape[-1]))
+        last.new_zeros(len(targets), p.memory_width(last.shape[-1], latents[0].shape[-1]))
         for p in policies
     ]
-    step_before: Tensor | None = None
     columns: dict[str, list[Tensor]] = {}
-    for r in range(1, horizon + 1):
-        now = latents[r - 1].flatten(0, -2)[rows]
-        logits = logits_at(r)
-        seen = Observation(r=r, latent=now, previous=before, logits=logits)
-        kl_prev, log_p = own.score(seen, log_p)
-        step = now.float() - before.float()
+    for r, hidden in enumerate(hiddens, start=1):
+        logits = model.head(hidden).float()
+        log_p = logits.log_softmax(dim=-1)
+        step = latents[r].float() - latents[r - 1].float()
         values = {
-            "kl_prev": kl_prev,
-            **_output_columns(log_p, last, targets),
-            **_latent_columns(now.float(), step, step_before),
+            **_output_columns(log_p, before, last, targets),
+            **_latent_columns(latents[r].float(), step, step_before),
         }
+        seen = Observation(r=r, latent=latents[r], previous=latents[r - 1], logits=logits)
         for i, policy in enumerate(policies):
-            if policy.reads is not Reads.TRUTH:
-                score, memories[i] = policy.score(seen, memories[i])
-                values[f"score.{policy.name}"] = score
+            score, memories[i] = policy.score(seen, memories[i])
+            values[f"score.{policy.name}"] = score
         for name, value in values.items():
             columns.setdefault(name, []).append(value)
-        before, step_before = now, step
+        before, step_before = log_p, step
     return {name: torch.stack(parts, dim=1) for name, parts in columns.items()}
 
 
-def _output_columns(log_p: Tensor, last: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """What one recurrence's log-probabilities ``(rows, vocab)`` say."""
-    top, index = log_p.topk(min(2, log_p.shape[-1]), dim=-1)
-    best = top.exp()
+def _output_columns(
+    log_p: Tensor, before: Tensor | None, last: Tensor, targets: Tensor
+) -> dict[str, Tensor]:
+    """What log-probabilities ``(rows, vocab)`` say; ``before`` is None at r = 1."""
+    p = log_p.exp()
+    best, index = log_p.topk(min(2, log_p.shape[-1]), dim=-1)
+    unknown = log_p.new_full(targets.shape, torch.inf)
     return {
         "loss": -log_p.gather(1, targets.unsqueeze(1)).squeeze(1),
-        "kl_last": step_kl(log_p, last),
-        "margin": best[:, 0] - best[:, -1],
-        "entropy": -(log_p.exp() * log_p).sum(dim=-1),
+        "kl_prev": unknown if before is None else step_kl(log_p, before, p),
+        "kl_last": step_kl(log_p, last, p),
+        "margin": best[:, 0].exp() - best[:, -1].exp(),
+        "entropy": -torch.linalg.vecdot(p, log_p),
         "argmax": index[:, 0].int(),
     }
 
@@ -291,10 +315,3 @@ class _Shards:
         self.names.append(name)
         self.n_tokens += self._rows
         self._waiting, self._rows = [], 0
-
-
-def target_bytes(blocks: PackedBlocks, byte_lengths: NDArray[np.int32], limit: int | None) -> int:
-    """UTF-8 bytes that the targets of the first ``limit`` blocks stand for."""
-    total = blocks.n_blocks if limit is None else min(limit, blocks.n_blocks)
-    targets = blocks.batch(0, total).targets
-    return int(byte_lengths[targets[targets != NO_TARGET].numpy()].sum())

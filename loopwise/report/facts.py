@@ -1,4 +1,4 @@
-"""What the page and the terminal say, looked up in results or derived from them; no text, no HTML."""
+"""What page and terminal say, looked up in results or derived from them; no text, no HTML."""
 
 from __future__ import annotations
 

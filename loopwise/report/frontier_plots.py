@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from loopwise.report import facts
+from loopwise.report import facts, words
 from loopwise.report.draw import legend, note, panel
 from loopwise.report.palette import INK, MUTED, Style, in_order, policy_style
 
@@ -80,9 +80,7 @@ def allocation_gain(frontier: Frontier) -> Figure:
             ax.plot([p["delta_nats"] for p in live], gains, **_live(style))
             shown += gains
     ax.set_xscale("symlog", linthresh=LINEAR_NATS, linscale=1.2)
-    ax.set_xticks(
-        [0, 0.005, 0.01, 0.02, 0.05, 0.1], ["0", "0.005", "0.01", "0.02", "0.05", "0.1"]
-    )
+    ax.set_xticks([0, 0.005, 0.01, 0.02, 0.05, 0.1], ["0", "0.005", "0.01", "0.02", "0.05", "0.1"])
     ax.minorticks_off()
     ax.set_xlim(-0.004, 0.13)
     ax.set_ylim(min(shown) - 0.05, max(shown) + 0.12)
@@ -152,7 +150,7 @@ def _delta_axis(ax: Any, frontier: Frontier) -> None:
     low = min(-0.002, *(p["delta_nats"] for p in points))
     high = max(2 * LINEAR_NATS, *(p["delta_nats"] for p in points))
     ticks = [t for t in _TICKS if low <= t <= 1.5 * high]
-    ax.set_yticks(ticks, [f"{t:g}".replace("-", "−") for t in ticks])
+    ax.set_yticks(ticks, [f"{t:g}".replace("-", words.MINUS) for t in ticks])
     ax.minorticks_off()
     ax.set_ylim(1.4 * low, 6 * high)
     for budget in facts.budgets(frontier):
@@ -160,14 +158,15 @@ def _delta_axis(ax: Any, frontier: Frontier) -> None:
 
 
 def _annotate_caps(ax: Any, frontier: Frontier) -> None:
-    """Under the axes, for each rule at the headline budget: its speed-up and the cap of its depth."""
+    """Under the axes, for each rule at the headline budget: its speed-up and its depth's cap."""
     budget = facts.headline_budget(frontier)
     points = [(n, facts.at_budget(frontier, n, "replayed", budget)) for n in facts.rules(frontier)]
     met = [(policy_style(name), point) for name, point in points if point is not None]
     for i, (style, point) in enumerate(met):
         text = (
-            f"{style.label} within {budget:g} nats: {1 / point['charged_share']:.2f}× less compute, "
-            f"cap {point['cap']:.2f}× ({facts.share_of_cap(point):.0%})"
+            f"{style.label} within {budget:g} nats: {words.times(1 / point['charged_share'])} "
+            f"speed-up in compute, cap {words.times(point['cap'])} "
+            f"({facts.share_of_cap(point):.0%})"
         )
         place = {"xycoords": "axes points", "textcoords": "axes points", "fontsize": 8}
         ax.annotate(text, (0, 0), (0, -48 - 11 * i), color=style.colour, **place)

@@ -1,5 +1,71 @@
+"""The one-file HTML page: figures inline, no script, nothing fetched."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from loopwise.report import facts, passage, sections
+from loopwise.report.draw import save_png, to_svg
+from loopwise.report.markup import Html, figure, join
+from loopwise.report.palette import css_variables
+from loopwise.train.metrics import read_metrics
 
 
 def write_report(run: Path) -> Path:
-    return run
+    """Write ``report.html`` and ``plots/*.png`` into a run folder, from its results alone.
+
+    Returns:
+        The path of the page.
+    Raises:
+        RunFolderError: the folder holds no valid ``results.json``.
+    """
+    results = facts.read_results(run)
+    metrics = run / "metrics.jsonl"
+    steps = read_metrics(metrics)
+    evals = read_metrics(metrics, "eval") + read_metrics(metrics, "done")
+    gallery = Gallery(run / "plots")
+    body = sections.everything(results, steps, evals, gallery.add)
+    page, aside = run / "report.html", run / ".report.html"
+    aside.write_text(_document(results, body), encoding="utf-8")
+    aside.replace(page)
+    return page
+
+
+@dataclass
+class Gallery:
+    """Takes each figure once: a PNG into ``folder``, inline SVG back to the page."""
+
+    folder: Path
+    names: list[str] = field(default_factory=list)
+
+    def add(self, name: str, drawing: Figure, caption: str) -> Html:
+        """Keep a figure.
+
+        Args:
+            name: of the file, unique on the page; made safe for a file name.
+            caption: what it shows and how it was computed.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        safe = re.sub(r"[^\w-]+", "-", name)
+        self.names.append(safe)
+        path = self.folder / f"{safe}.png"
+        aside = self.folder / f".{safe}.png"
+        save_png(drawing, aside)
+        aside.replace(path)
+        return figure(Html(to_svg(drawing, safe, caption)), caption)
+
+
+def _document(results: facts.Results, body: list[Html]) -> str:
+    style = css_variables() + resources.files(__package__).joinpath("style.css").read_text("utf-8")
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        "<title>loopwise report</title>\n"
+        f"<style>\n{style}{passage.shades(results)}</style>\n</head>\n<body>\n<main>\n"
+        f"{join(body)}\n</main>\n</body>\n</html>\n"
+    )

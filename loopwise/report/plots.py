@@ -8,6 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
+from loopwise.report import words
 from loopwise.report.draw import end_labels, legend, note, panel
 from loopwise.report.palette import CORPUS_COLOURS, INK, MUTED, SHADES
 
@@ -111,8 +112,15 @@ def latent_change(c: Convergence) -> Figure:
     rate = c["contraction"]["rate"]
     if rate is not None:
         used = c["contraction"]["recurrences_used"]
-        over = f", r={used[0]}–{used[-1]}" if used else ""
-        note(ax, 0.97, 0.95, f"×{rate:.2f} per recurrence{over}", INK, **_inside(ax, "right"))
+        over = f", r={used[0]} to {used[-1]}" if used else ""
+        note(
+            ax,
+            0.97,
+            0.95,
+            f"{words.TIMES}{rate:.2f} per recurrence{over}",
+            INK,
+            **_inside(ax, "right"),
+        )
     _mark_mean(ax, c)
     end_labels(ax, labels)
     return fig
@@ -142,11 +150,11 @@ def settled_distribution(c: Convergence) -> Figure:
         )
     ticks = [r for r in range(1, last + 1) if last <= 12 or r == 1 or r % 4 == 0]
     ax.set_xticks([*ticks, last + 1.6], [*map(str, ticks), f">{horizon}"])
-    ax.axvline(last + 0.8, color=MUTED, linewidth=0.6)
+    ax.axvline(last + 0.8, ymax=0.7, color=MUTED, linewidth=0.6)
     ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     ax.grid(False, axis="x")
     ax.set_ylim(0, ax.get_ylim()[1] * 1.12)
-    legend(ax, loc="upper right", bbox_to_anchor=(0.93, 1.0))
+    legend(ax, loc="upper right", bbox_to_anchor=(1.0, 1.0))
     return fig
 
 
@@ -282,7 +290,9 @@ def _log_values(ax: Any, curves: list[dict[str, list[float | None]]]) -> None:
     means = [v for c in curves for v in (*c["mean"], *c["p90"]) if v and v > 0]
     if means:
         ax.set_ylim(max(min(means) / 4, 1e-10), max(means) * 4)
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.0e}".replace("e-0", "e-")))
+    ax.yaxis.set_major_formatter(
+        FuncFormatter(lambda v, _: "1" if v == 1 else words.small(v).replace(".0", ""))
+    )
     ax.minorticks_off()
 
 

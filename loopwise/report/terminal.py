@@ -36,8 +36,8 @@ def _model_line(results: facts.Results) -> Text:
     trained = f"trained at mean depth {words.depth(mean)} " if mean else ""
     return Text(
         f"{model['architecture']}: {words.count(model['parameters'])} parameters, layers {layers}, "
-        f"d_model {model['d_model']}; {trained}on {words.count(training.get('tokens_seen'))} tokens, "
-        f"seed {training.get('seed', words.DASH)}"
+        f"d_model {model['d_model']}; {trained}on {words.count(training.get('tokens_seen'))} "
+        f"tokens, seed {training.get('seed', words.DASH)}"
     )
 
 
@@ -75,9 +75,10 @@ def _convergence_table(convergence: dict[str, Any]) -> Table:
 def _policy_table(frontier: dict[str, Any]) -> Table:
     full = frontier["max_depth"]
     table = _table(
-        f"{frontier['corpus']}: shallowest point whose 95% interval is within a budget of depth {full}",
-        f"gain: uniform depth of the same loss / mean depth; compute: with checks, share of uniform "
-        f"depth {full};\ncap: largest speed-up at that depth",
+        f"{frontier['corpus']}: shallowest point whose 95% interval is within a budget of depth "
+        f"{full}",
+        "gain: uniform depth of the same loss / mean depth; cap: largest speed-up at that depth\n"
+        f"compute: checks included, share of uniform depth {full}",
     )
     for name in ("budget", "policy", "exits"):
         table.add_column(name, no_wrap=True)

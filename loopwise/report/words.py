@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-DASH = "–"
+DASH, MINUS, TIMES = "\u2013", "\u2212", "\u00d7"
 
 
 def number(value: float | None, digits: int = 2) -> str:
     if value is None:
         return DASH
     text = f"{value:,.{digits}f}"
-    return text.replace("-", "−") if float(text.replace(",", "")) else text.lstrip("-")
+    return text.replace("-", MINUS) if float(text.replace(",", "")) else text.lstrip("-")
 
 
 def signed(value: float | None, digits: int = 4) -> str:
@@ -37,6 +37,11 @@ def count(value: float | None) -> str:
         if value >= size:
             return f"{value / (1e3 if unit == 'k' else size):.3g}{unit}"
     return f"{value:,.0f}"
+
+
+def times(value: float | None) -> str:
+    """A ratio, such as a speed-up."""
+    return DASH if value is None else f"{number(value)}{TIMES}"
 
 
 def interval(low: float | None, high: float | None, digits: int = 2) -> str:

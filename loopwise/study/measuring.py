@@ -13,7 +13,7 @@ from loopwise.exits.latent_change import LatentChange
 from loopwise.exits.probe import Probe
 from loopwise.measure.evaluate import batches
 from loopwise.measure.probe_fit import fit_probe, probe_examples
-from loopwise.measure.trace import Trace, TraceInfo, target_bytes, write_trace
+from loopwise.measure.trace import Trace, TraceInfo, write_trace
 from loopwise.models.checkpoint import Checkpoint, write_exits
 from loopwise.settings import MeasureConfig
 from loopwise.study.texts import cache_folder, document_hash
@@ -61,7 +61,6 @@ def measure_stage(
             corpus=name,
             text_hash=blocks.store.text_hash,
             trained_mean_depth=checkpoint.trained_mean_depth,
-            n_bytes=target_bytes(blocks, checkpoint.tokenizer.byte_lengths(), limit),
         )
 
         def report(done: int, total: int, name: str = name) -> None:
@@ -75,6 +74,7 @@ def measure_stage(
             horizon=horizon,
             limit=limit,
             policies=policies,
+            byte_lengths=checkpoint.tokenizer.byte_lengths(),
             progress=report,
         )
         traces.append(trace)

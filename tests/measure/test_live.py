@@ -1,13 +1,12 @@
 """Live exits in parallel equal slow decoding token by token: depths exactly, losses closely."""
 
-import sys
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from naive import Decoded, Naive, documents, log_softmax, roughen
 
 from loopwise.data.packing import NO_TARGET, PackedBlocks, TokenBatch, TokenStore
 from loopwise.errors import DepthError, ExitError
@@ -16,9 +15,6 @@ from loopwise.measure.live import LiveResult, run_live
 from loopwise.models.base import LoopedLM
 from loopwise.models.fixed import FixedConfig, FixedModel
 from loopwise.models.recurrent import RecurrentConfig, RecurrentModel
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from naive import Decoded, Naive, documents, log_softmax, roughen  # noqa: E402
 
 MAX_DEPTH = 6
 TINY = RecurrentConfig(
@@ -37,6 +33,10 @@ LENGTHS = [5, 9, 3, 14, 2, 8]  # tokens; blocks of 14 cut the second, fourth and
 def tiny(seed: int = 1, **changes: Any) -> RecurrentModel:
     model = RecurrentModel(replace(TINY, **changes)).double().eval()
     roughen(model, seed, gain=0.7)
+    # Small logits: losses come back in float32, which holds 1e-6 only up to a few nats.
+    for name, parameter in model.named_parameters():
+        if "embedding" in name:
+            parameter.data *= 0.4
     return model
 
 
@@ -82,7 +82,8 @@ def threshold_at(model: LoopedLM, batch: TokenBatch, policy: str, share: float) 
     rule = ExitRule(policy=policy, threshold=-1.0, max_depth=MAX_DEPTH)
     decoded = decode_batch(model, batch, rule)
     scores = np.array([s for d in decoded for token in d.scores for s in token])
-    scores = np.sort(scores[np.isfinite(scores)])
+    # From a zero latent the first change is exactly 1 for every token: count such ties once.
+    scores = np.unique(scores[np.isfinite(scores)].round(9))
     near = int(share * len(scores))
     window = scores[max(near - 4, 0) : near + 5]
     widest = int(np.diff(window).argmax())
@@ -104,6 +105,7 @@ def check_equal(model: LoopedLM, batch: TokenBatch, rule: ExitRule) -> list[int]
             losses.append(-log_softmax(document.logits[place])[target])
             argmaxes.append(int(document.logits[place].argmax()))
     found = live(model, batch, rule)
+    assert max(losses) < 8, "past that, the rounding of a float32 loss nears the tolerance"
     assert found.exit_depth.tolist() == depths
     assert np.abs(found.loss.double().numpy() - losses).max() < 1e-6
     assert found.argmax.tolist() == argmaxes
@@ -169,6 +171,7 @@ def test_fixed_depth_agrees_and_is_the_plain_forward_pass(depth: int) -> None:
 def test_the_plain_transformer_runs_once_whatever_the_rule() -> None:
     model = FixedModel(FixedConfig(vocab_size=31, d_model=16, n_heads=4, d_ff=24)).double().eval()
     roughen(model, seed=0)
+    model.embedding.weight.data *= 0.4
     for policy in ("fixed", "kl", "latent-change"):
         rule = ExitRule(policy=policy, threshold=-1.0, max_depth=1)
         assert set(check_equal(model, packed(), rule)) == {1}
@@ -196,7 +199,6 @@ def test_later_tokens_do_not_move_the_depths_of_earlier_ones(policy: str) -> Non
     depths, losses = whole.exit_depth.reshape(shape), whole.loss.reshape(shape)
     moved = 0
     for cut in range(1, 14):
-        changed = replace_targets(batch, batch.targets)
         ids = batch.token_ids.clone()
         ids[:, cut:] = (ids[:, cut:] + 5) % 31
         changed = TokenBatch(ids, *(getattr(batch, f.name) for f in fields(batch)[1:]))

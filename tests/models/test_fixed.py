@@ -1,21 +1,17 @@
 """The plain transformer equals slow float64 loops, and is a looped model that runs once."""
 
 import copy
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from naive import Naive, roughen
 from torch import Tensor
 
 from loopwise.errors import ConfigError
 from loopwise.models.fixed import FixedConfig, FixedModel
 from loopwise.models.views import PackedView
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from naive import Naive, roughen  # noqa: E402
 
 TINY = FixedConfig(vocab_size=31, d_model=16, n_heads=4, n_kv_heads=2, d_ff=24, n_layers=3)
 ACCEPTED = pytest.mark.xfail(strict=True, reason="the config takes it and runs something else")
@@ -35,7 +31,7 @@ def logits_of(model: FixedModel, *documents: list[int]) -> Tensor:
     positions = torch.tensor([[p for doc in documents for p in range(len(doc))]])
     document_ids = torch.tensor([[d for d, doc in enumerate(documents) for _ in doc]])
     view = PackedView(model.geometry.rope, positions, document_ids, model.dtype)
-    injection = model.prelude(torch.tensor([sum(documents, [])]), view)
+    injection = model.prelude(torch.tensor([[token for doc in documents for token in doc]]), view)
     latent = model.core_step(model.initial_latent(injection), injection, 1, view)
     return model.coda(latent, 1, view)[0]
 

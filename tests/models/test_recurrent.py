@@ -1,21 +1,17 @@
 """The recurrent model equals slow float64 loops, keeps documents apart, and shares its weights."""
 
 import copy
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from naive import Naive, roughen
 from torch import Tensor, nn
 
 from loopwise.errors import ConfigError
 from loopwise.models.recurrent import RecurrentConfig, RecurrentModel
 from loopwise.models.views import PackedView
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from naive import Naive, roughen  # noqa: E402
 
 TINY = RecurrentConfig(
     vocab_size=31,
@@ -51,7 +47,7 @@ def tiny(seed: int = 0, **changes: Any) -> RecurrentModel:
 @torch.no_grad()
 def logits_at(model: RecurrentModel, rows: list[list[list[int]]], depth: int) -> Tensor:
     """Logits of packed rows, each a list of documents; all rows are equally long."""
-    ids = torch.tensor([sum(row, []) for row in rows])
+    ids = torch.tensor([[token for doc in row for token in doc] for row in rows])
     positions = torch.tensor([[p for doc in row for p in range(len(doc))] for row in rows])
     document_ids = torch.tensor([[d for d, doc in enumerate(row) for _ in doc] for row in rows])
     view = PackedView(model.geometry.rope, positions, document_ids, model.dtype)

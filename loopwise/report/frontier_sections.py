@@ -1,0 +1,155 @@
+"""Sections on what exits cost in quality and save in depth and compute, and on the probe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from loopwise.report import facts, frontier_plots, plots, words
+from loopwise.report.depth_sections import Draw
+from loopwise.report.markup import Html, card, element, figures, paragraph, section, table
+from loopwise.report.palette import policy_style
+
+
+def quality(frontiers: list[dict[str, Any]], draw: Draw) -> Html:
+    lead = paragraph(
+        element("b", "Replayed:"),
+        "exits decided on full-depth trajectories, as paper 1 does; every other token still runs "
+        "all its recurrences.",
+        element("b", "Live:"),
+        "a settled token's latent is frozen, so later tokens attend to its frozen entries; this "
+        "is what serving does.",
+        "Oracles know later recurrences and bound what a rule can reach; nothing can serve them. "
+        "Compute is counted in FLOPs; wall time is not measured here.",
+    )
+    made = [part for f in frontiers for part in _frontier_figures(f, draw)]
+    tables = [_frontier_table(f) for f in frontiers]
+    return section("Quality against depth and compute", "frontier", lead, *tables, figures(made))
+
+
+def probe(frontiers: list[dict[str, Any]], draw: Draw) -> Html:
+    judged = [
+        (f["corpus"], f["policies"]["probe"]["judged"])
+        for f in frontiers
+        if f["policies"].get("probe", {}).get("judged")
+    ]
+    if not judged:
+        return Html("")
+    caption = (
+        "Predicted probability that the argmax changes in a later recurrence against how often it "
+        "does, on text the probe was not fitted on; area: share of predictions."
+    )
+    rows = [
+        [
+            corpus,
+            words.number(j["auroc"], 3),
+            words.number(j["calibration_error"], 3),
+            words.percent(j["positive_share"], 1),
+        ]
+        for corpus, j in judged
+    ]
+    head = ["corpus", "AUROC", "calibration error", "argmax still changes"]
+    drawing = draw("calibration", plots.calibration(judged), caption)
+    return section("Probe (A2)", "probe", figures([drawing]), table(head, rows))
+
+
+def rule_cards(frontiers: list[dict[str, Any]]) -> list[Html]:
+    depth, gain = [], []
+    budget = facts.headline_budget(frontiers[0])
+    if budget is None:
+        return []
+    for f in frontiers:
+        point = facts.at_budget(f, "kl", "replayed", budget)
+        if point is None:
+            depth.append((f["corpus"], "not met"))
+            gain.append((f["corpus"], words.DASH))
+            continue
+        depth.append((f["corpus"], words.number(point["mean_depth"])))
+        gain.append((f["corpus"], words.times(point["allocation_gain"])))
+    name = policy_style("kl").label
+    return [
+        card(
+            f"{name}: mean depth within {budget:g} nats",
+            depth,
+            f"replayed; 95% interval of the loss within {budget:g} nats of uniform depth "
+            f"{frontiers[0]['max_depth']}",
+        ),
+        card(
+            f"{name}: allocation gain there",
+            gain,
+            "uniform depth of the same loss over mean depth; 1 saves nothing",
+        ),
+    ]
+
+
+def _frontier_table(f: dict[str, Any]) -> Html:
+    rows, last = [], None
+    for policy, meaning, budget, p in facts.budget_rows(f):
+        head = ["" if budget == last else f"{budget:g}", policy_style(policy).label, meaning]
+        last = budget
+        if p is None:
+            rows.append([*head, "not met", *[words.DASH] * 7])
+            continue
+        rows.append(
+            [
+                *head,
+                words.number(p["mean_depth"]),
+                words.number(p["p95_depth"], 0),
+                f"{words.signed(p['delta_nats'])} "
+                f"({words.interval(p['delta_low'], p['delta_high'], 4)})",
+                words.percent(p["argmax_agreement"], 1),
+                words.number(p["allocation_gain"]),
+                words.percent(p["charged_share"]),
+                words.times(p["cap"]),
+                words.percent(facts.share_of_cap(p)),
+            ]
+        )
+    head = [
+        "budget, nats",
+        "policy",
+        "exits",
+        "mean depth",
+        "p95",
+        "loss above full, nats (95%)",
+        "argmax as full",
+        "gain",
+        "compute",
+        "cap",
+        "of cap",
+    ]
+    caption = (
+        f"{f['corpus']}: the shallowest point whose 95% interval lies within the budget of uniform "
+        f"depth {f['max_depth']}. Gain: uniform depth of the same loss over mean depth. Compute: "
+        f"share of uniform depth {f['max_depth']}, a reading of the logits charged at "
+        f"{words.number(f['check_in_recurrences'])} recurrences. Cap: the largest speed-up that "
+        "mean depth allows, checks free."
+    )
+    return table(head, rows, text_columns=3, note=caption)
+
+
+def _frontier_figures(f: dict[str, Any], draw: Draw) -> list[Html]:
+    live = facts.live_tokens(f)
+    bars = "Bars: paired 95% intervals by blocks of text; dotted lines: the budgets."
+    hollow = f" Hollow: live exits, on {live:,} tokens." if live else ""
+    corpus = f["corpus"]
+    return [
+        draw(
+            f"frontier-depth-{corpus}",
+            frontier_plots.by_mean_depth(f),
+            f"Loss above uniform depth {f['max_depth']} against mean depth, over thresholds; lower "
+            f"left is better, the grey line is one depth for all. {bars}{hollow}",
+        ),
+        draw(
+            f"frontier-compute-{corpus}",
+            frontier_plots.by_compute(f),
+            "The same points against compute: coda and head are charged at each recurrence where a "
+            f"rule reads logits. Cap: speed-up if checks were free. {bars}{hollow}",
+        ),
+        draw(
+            f"allocation-gain-{corpus}",
+            frontier_plots.allocation_gain(f),
+            "Uniform depth of the same loss, linear between depths, over the rule's mean depth; "
+            "above 1 depth per token wins. Bars: replayed gain at the ends of the loss's 95% "
+            "interval. Near zero a saturated model reads below 1: its last recurrences buy no loss."
+            f"{hollow}",
+        ),
+    ]
