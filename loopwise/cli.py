@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -24,6 +24,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+eval_app = typer.Typer(help="Evaluate a checkpoint.", no_args_is_help=True)
+app.add_typer(eval_app, name="eval")
 
 DataOption = Annotated[
     list[str] | None,
@@ -60,10 +63,15 @@ def study(
 ) -> None:
     """Train, measure how every token converges, allocate depth, report: the whole line."""
     with _command(as_json, debug) as (display, answer):
+        from loopwise.report import print_summary
         from loopwise.study import run_study
 
         settings = _settings(preset, config, set_, data, held_out, seed)
-        answer(run_study(settings, out or Path("runs") / "study", display, resume))
+        made = run_study(settings, out or Path("runs") / "study", display, resume)
+        display.stop()
+        print_summary(made.pop("results"))
+        print(f"report: {made['report']}")
+        answer(made)
 
 
 @app.command()
@@ -160,6 +168,38 @@ def generate(
                 checkpoint, prompt, depth, exit_, max_tokens, temperature, seed, console
             )
         )
+
+
+@eval_app.command()
+def perplexity(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint or run folder.")],
+    data: Annotated[list[str], typer.Option("--data", help="Text, as for --data elsewhere.")],
+    protocol: Annotated[
+        Literal["block", "sliding", "document"], typer.Option(help="How text is cut and averaged.")
+    ] = "block",
+    depth: Annotated[list[int] | None, typer.Option("--depth", help="Default: 1 to 32.")] = None,
+    block: Annotated[int, typer.Option(help="Tokens of a block or window.")] = 1024,
+    stride: Annotated[
+        int | None, typer.Option(help="Tokens a sliding window moves; half a block by default.")
+    ] = None,
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Perplexity at each depth under a named protocol."""
+    with _command(as_json, debug) as (display, answer):
+        from loopwise.report.perplexity import print_perplexity
+        from loopwise.study import perplexity_command
+
+        settings = _settings(None, config, set_, None, None, None)
+        results = perplexity_command(
+            checkpoint, data, protocol, depth, block, stride, settings, display
+        )
+        display.stop()
+        for name, result in results.items():
+            print_perplexity(name, result)
+        answer(results)
 
 
 @contextmanager

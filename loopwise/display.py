@@ -48,6 +48,10 @@ class Display:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End the live bar, so that results can be printed."""
         if self._bar is not None:
             self._bar.stop()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 
 from loopwise.report.palette import GRID, INK, MUTED, SURFACE, follow_theme
 
@@ -45,7 +47,7 @@ def panel(
         )
     )
     axes.set_facecolor("none")
-    name = {"fontsize": _PT["title"], "color": INK, "fontweight": "bold"}
+    name: dict[str, Any] = {"fontsize": _PT["title"], "color": INK, "fontweight": "bold"}
     figure.text(0.1 / WIDTH_IN, 1 - 0.13 / height, title, va="top", **name)
     axes.set_xlabel(x, fontsize=_PT["label"], color=INK)
     axes.set_ylabel(y, fontsize=_PT["label"], color=INK)
@@ -60,8 +62,6 @@ def panel(
 
 def note(axes: Axes, x: float, y: float, text: str, colour: str = MUTED, **kwargs: Any) -> None:
     """Small text at data coordinates, with a halo so that lines beneath do not cut it."""
-    from matplotlib.patheffects import withStroke
-
     label = axes.text(x, y, text, color=colour, fontsize=_PT["note"], **kwargs)
     label.set_path_effects([withStroke(linewidth=2.5, foreground=SURFACE)])
 
@@ -86,7 +86,7 @@ def end_labels(axes: Axes, labels: list[tuple[float, str, str]], gap_pt: float =
         labels: ``(y, text, colour)`` in data coordinates; call it once the limits are set.
     """
     low, high = (axes.transData.transform((0, y))[1] for y in sorted(axes.get_ylim()))
-    per_pt = axes.figure.dpi / 72  # type: ignore[union-attr]
+    per_pt = axes.figure.dpi / 72
     gap = gap_pt * per_pt
     placed = sorted(
         [min(max(axes.transData.transform((0, y))[1], low), high), text, colour]
@@ -125,10 +125,8 @@ def to_svg(figure: Figure, name: str, description: str) -> str:
         name: keeps the ids of different drawings on one page apart.
         description: read aloud instead of the drawing.
     """
-    from html import escape
-
     out = io.StringIO()
-    options = {"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif"}
+    options: Any = {"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif"}
     with matplotlib.rc_context(options):
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
     svg = out.getvalue()

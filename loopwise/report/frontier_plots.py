@@ -83,7 +83,8 @@ def allocation_gain(frontier: Frontier) -> Figure:
     ax.set_xticks([0, 0.005, 0.01, 0.02, 0.05, 0.1], ["0", "0.005", "0.01", "0.02", "0.05", "0.1"])
     ax.minorticks_off()
     ax.set_xlim(-0.004, 0.13)
-    ax.set_ylim(min(shown) - 0.05, max(shown) + 0.12)
+    span = max(max(shown) - min(shown), 0.1)
+    ax.set_ylim(min(shown) - 0.08 * span, max(shown) + 0.32 * span)
     note(ax, 0.125, 1.0, "uniform depth", policy_style("fixed").colour, ha="right", va="bottom")
     legend(ax, 3, loc="upper right")
     return fig
@@ -165,11 +166,10 @@ def _annotate_caps(ax: Any, frontier: Frontier) -> None:
     for i, (style, point) in enumerate(met):
         text = (
             f"{style.label} within {budget:g} nats: {words.times(1 / point['charged_share'])} "
-            f"speed-up in compute, cap {words.times(point['cap'])} "
-            f"({facts.share_of_cap(point):.0%})"
+            f"speed-up, cap {words.times(point['cap'])} ({facts.share_of_cap(point):.0%})"
         )
         place = {"xycoords": "axes points", "textcoords": "axes points", "fontsize": 8}
-        ax.annotate(text, (0, 0), (0, -48 - 11 * i), color=style.colour, **place)
+        ax.annotate(text, (0, 0), (-38, -46 - 11 * i), color=style.colour, **place)
 
 
 def _inside(points: list[facts.Point]) -> list[facts.Point]:

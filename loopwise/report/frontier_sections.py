@@ -21,7 +21,8 @@ def quality(frontiers: list[dict[str, Any]], draw: Draw) -> Html:
         "Oracles know later recurrences and bound what a rule can reach; nothing can serve them. "
         "Compute is counted in FLOPs; wall time is not measured here.",
     )
-    made = [part for f in frontiers for part in _frontier_figures(f, draw)]
+    drawn = [_frontier_figures(f, draw) for f in frontiers]
+    made = [part for of_one_kind in zip(*drawn, strict=True) for part in of_one_kind]
     tables = [_frontier_table(f) for f in frontiers]
     return section("Quality against depth and compute", "frontier", lead, *tables, figures(made))
 

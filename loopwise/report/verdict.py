@@ -20,7 +20,11 @@ def answer(frontier: Frontier, policy: str) -> str:
     low, high = facts.gain_range(point, facts.uniform_delta(frontier))
     replayed = "yes" if low > 1 else "no" if high < 1 else "too close to tell"
     live = facts.at_budget(frontier, policy, "live", budget)
-    lived = "not met or not measured" if live is None else _yes(live["allocation_gain"] > 1)
+    lived = (
+        "not met or not measured"
+        if live is None
+        else f"{_yes(live['allocation_gain'] > 1)}, by the mean"
+    )
     uniform = facts.at_budget(frontier, "fixed", "uniform", budget)
     cheaper = uniform is None or point["charged_share"] < uniform["charged_share"]
     return (

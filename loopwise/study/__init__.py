@@ -5,7 +5,13 @@ A run folder holds ``config.json``, ``tokenizer.json``, ``metrics.jsonl``, ``che
 """
 
 from loopwise.study.allocating import frontier_stage
-from loopwise.study.commands import frontier_command, measure_command, run_study, train_command
+from loopwise.study.commands import (
+    frontier_command,
+    measure_command,
+    perplexity_command,
+    run_study,
+    train_command,
+)
 from loopwise.study.measuring import measure_stage
 from loopwise.study.results import collect_results, write_results
 from loopwise.study.training import train_stage
@@ -16,6 +22,7 @@ __all__ = [
     "frontier_stage",
     "measure_command",
     "measure_stage",
+    "perplexity_command",
     "run_study",
     "train_command",
     "train_stage",

@@ -14,9 +14,10 @@ import loopwise
 from loopwise.config import from_table
 from loopwise.data import Document
 from loopwise.errors import ConfigError, RunFolderError
+from loopwise.measure.perplexity import Protocol, perplexity
 from loopwise.measure.trace import Trace
 from loopwise.models.checkpoint import Checkpoint, load_checkpoint
-from loopwise.report import print_summary, write_report
+from loopwise.report import write_report
 from loopwise.settings import MeasureConfig, RunConfig, resolved_table
 from loopwise.study.allocating import frontier_stage
 from loopwise.study.measuring import measure_stage
@@ -32,7 +33,7 @@ def run_study(config: RunConfig, folder: Path, emit: Emit, resume: bool = False)
     """The main job: every stage in turn, into one run folder; finished stages are kept.
 
     Returns:
-        The paths of what was made.
+        The paths of what was made, and the results.
     """
     config = open_run(folder, config, resume)
     train_stage(config, folder, emit, resume)
@@ -47,8 +48,12 @@ def run_study(config: RunConfig, folder: Path, emit: Emit, resume: bool = False)
     results = collect_results(checkpoint, traces, frontiers, config)
     write_results(folder, results)
     report = write_report(folder)
-    print_summary(results)
-    return {"run": str(folder), "report": str(report), "checkpoint": str(checkpoint.path)}
+    return {
+        "run": str(folder),
+        "report": str(report),
+        "checkpoint": str(checkpoint.path),
+        "results": results,
+    }
 
 
 def train_command(config: RunConfig, folder: Path, emit: Emit, resume: bool = False) -> Event:
@@ -80,6 +85,40 @@ def frontier_command(
         trace = Trace(path)
         checkpoint = _load(moved or Path(trace.header["checkpoint"]), config.measure)
         out.append(frontier_stage(trace, checkpoint, config.measure, emit))
+    return out
+
+
+def perplexity_command(
+    path: Path,
+    sources: list[str],
+    protocol: Protocol,
+    depths: list[int] | None,
+    block: int,
+    stride: int | None,
+    config: RunConfig,
+    emit: Emit,
+) -> Event:
+    """``loopwise eval perplexity``."""
+    checkpoint = _load(path, config.measure)
+    limit = checkpoint.model.geometry.max_depth
+    depths = depths or ([1, 2, 4, 8, 16, 32] if limit is None else [limit])
+    out: Event = {}
+    for name, documents in read_corpora(sources, config.data).items():
+        stage = f"perplexity of {name}"
+
+        def report(done: int, total: int, stage: str = stage) -> None:
+            emit({"event": "progress", "stage": stage, "done": done, "total": total})
+
+        out[name] = perplexity(
+            checkpoint.model,
+            checkpoint.tokenizer,
+            documents,
+            protocol,
+            depths,
+            block=block,
+            stride=stride,
+            progress=report,
+        )
     return out
 
 

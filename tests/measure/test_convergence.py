@@ -268,6 +268,14 @@ def test_smooth_noise_has_no_headroom_over_its_null():
     assert abs(found["headroom_over_null_nats"]) < 0.02
 
 
+@pytest.mark.parametrize("tail", [1.0, -1.0])
+def test_skewed_noise_has_no_headroom_over_its_null(tail):
+    """Losses are skewed; turning noise upside down must not pass for a preference, or hide one."""
+    rng = np.random.default_rng(0)
+    found = loss_optimal(3 + tail * rng.exponential(0.1, (N_TOKENS, HORIZON)))
+    assert abs(found["headroom_over_null_nats"]) < 0.01
+
+
 def test_a_best_depth_of_each_token_is_headroom_over_the_null():
     """Every token has a depth of its own at which its loss dips by half a nat."""
     rng = np.random.default_rng(0)

@@ -1,0 +1,401 @@
+"""The report says what the results say, in one file that fetches nothing."""
+
+import copy
+import io
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from loopwise.errors import RunFolderError
+from loopwise.report import facts, summary_table, verdict, words, write_report
+
+HORIZON, FULL = 16, 8
+CORPORA = ("tales", "books")
+Results = dict[str, Any]
+
+
+def spread(mean: float) -> dict[str, float]:
+    return {"mean": mean, "low": mean - 0.25, "high": mean + 0.25}
+
+
+def curve(first: float, rate: float, horizon: int, undefined: int = 0) -> dict[str, Any]:
+    values = [None] * undefined + [first * rate**r for r in range(horizon - undefined)]
+    part = {"median": 0.7, "p10": 0.1, "p90": 2.0}
+    scaled = {k: [v and v * f for v in values] for k, f in part.items()}
+    return {"mean": values, **scaled}
+
+
+def depths(at: int, horizon: int) -> dict[str, Any]:
+    share = [0.0] * (horizon + 1)
+    share[at - 1], share[-1] = 0.9, 0.1
+    return {"share": share, "mean": at + 0.37, "median": at, "p90": at, "unsettled_share": 0.1}
+
+
+def convergence(corpus: str, horizon: int = HORIZON) -> dict[str, Any]:
+    loss = [3.2171 + 0.5 * 0.4**r for r in range(horizon)]
+    at = min(6, horizon)
+    looped = horizon > 1
+    kinds = ("whitespace", "digit", "content word")
+    return {
+        "corpus": corpus,
+        "tokens": 4321,
+        "horizon": horizon,
+        "epsilon": 0.002,
+        "trained_mean_depth": 8.0 if looped else None,
+        "loss_nats": {
+            "mean": loss,
+            "low": [x - 0.05 for x in loss],
+            "high": [x + 0.05 for x in loss],
+        },
+        "bits_per_byte": [x / 2 for x in loss],
+        "curves": {
+            "kl_prev": curve(0.4, 0.45, horizon, undefined=1),
+            "kl_last": curve(0.5, 0.45, horizon),
+            "change": curve(1.0, 0.6, horizon),
+            "second": curve(1.2, 0.6, horizon, undefined=1),
+        },
+        "saturation": {"depth": at, "low": at, "high": at, "within_nats": 0.005},
+        "contraction": {
+            "rate": 0.613 if looped else None,
+            "ratios": [0.6] * (horizon - 1),
+            "recurrences_used": list(range(3, horizon + 1)),
+            "converges": looped,
+        },
+        "first_crossing": depths(max(1, at - 1), horizon),
+        "settled": depths(at, horizon),
+        "moving_at_training_mean": 0.123,
+        "argmax_final": depths(min(2, horizon), horizon),
+        "loss_optimal": {
+            "mean_depth": 4.1,
+            "headroom_nats": 0.19,
+            "null_headroom_nats": 0.17,
+            "null_std_nats": 0.002,
+            "headroom_over_null_nats": 0.02,
+        },
+        "token_types": [{"type": k, "tokens": 99, **spread(4.0 + i)} for i, k in enumerate(kinds)],
+        "hops": [
+            {
+                "hops": n,
+                "tokens": 50,
+                "settled_depth": spread(4.0 + n),
+                "loss_nats_by_depth": loss,
+                "accuracy_by_depth": [1 - 0.8 ** (r + 1) / n for r in range(horizon)],
+                "depth_gain_nats": 0.1 * n,
+            }
+            for n in (1, 2, 3)
+        ],
+        "passage": [
+            {"text": "<script>alert(1)</script>", "depth": 3},
+            {"text": "\n", "depth": 2},
+            {"text": "&", "depth": horizon + 1},
+            {"text": "", "depth": 1},
+        ],
+    }
+
+
+def point(mean_depth: float, threshold: float | None = 0.1, reads: bool = False) -> dict[str, Any]:
+    delta = 0.5 * 0.4 ** (mean_depth - 1) if mean_depth < FULL else 0.0
+    share = (1 + mean_depth) / (1 + FULL) * (1.4 if reads else 1.0)
+    return {
+        "threshold": threshold,
+        "mean_depth": mean_depth,
+        "p95_depth": math.ceil(mean_depth),
+        "loss_nats": 3.2171 + delta,
+        "delta_nats": delta,
+        "delta_low": delta - 0.0004,
+        "delta_high": delta + 0.0004,
+        "argmax_agreement": 0.987,
+        "charged_flops": 1e6 * share,
+        "charged_share": share,
+        "cap": (1 + FULL) / (1 + mean_depth),
+        "equal_uniform_depth": mean_depth * 1.17,
+        "allocation_gain": 1.17,
+    }
+
+
+def frontier(corpus: str, full: int = FULL) -> dict[str, Any]:
+    rule = [point(d + 0.43, reads=True) for d in range(1, full)]
+    live = [{**p, "tokens": 1234} for p in rule[::2]]
+    judged = {
+        "auroc": 0.777,
+        "positive_share": 0.1,
+        "calibration": [{"predicted": x, "observed": x * 0.9, "share": 0.5} for x in (0.1, 0.8)],
+        "calibration_error": 0.033,
+    }
+    policies: dict[str, Any] = {
+        "fixed": {"uniform": [point(float(d), None) for d in range(1, full + 1)]},
+        "oracle": {"replayed": [point(1.9, None)]},
+        "oracle-kl": {"replayed": rule},
+        "kl": {"replayed": rule, "live": live},
+        "latent-change": {"replayed": rule, "live": live},
+        "probe": {"replayed": rule, "live": live, "judged": judged},
+    }
+    rows = [("fixed", "uniform"), ("oracle", "replayed"), ("kl", "replayed"), ("kl", "live")]
+    met = {("kl", "replayed"): point(5.4321, reads=True), ("kl", "live"): point(5.8765, reads=True)}
+    met["fixed", "uniform"] = point(6.0, None)
+    return {
+        "corpus": corpus,
+        "max_depth": full,
+        "check_in_recurrences": 0.76,
+        "policies": policies,
+        "budgets": [
+            {"policy": p, "meaning": m, "budget_nats": b, "point": met.get((p, m))}
+            for p, m in rows
+            for b in (0.001, 0.01)
+        ],
+    }
+
+
+def make_results(*corpora: str) -> Results:
+    parts = {"prelude": 1e5, "core": 2e5, "coda": 1e5, "head": 3e5}
+    return {
+        "format": "loopwise-results",
+        "version": 1,
+        "loopwise": "0.0.0",
+        "model": {
+            "architecture": "recurrent",
+            "parameters": 903_296,
+            "d_model": 128,
+            "vocab_size": 1024,
+            "layers": [1, 2, 1],
+            "flops_per_token": parts,
+        },
+        "training": {
+            "step": 30,
+            "tokens_seen": 92_160,
+            "seq": 128,
+            "dtype": "bfloat16",
+            "seed": 0,
+            "depth": {
+                "kind": "lognormal",
+                "true_mean": 7.94,
+                "median": 7,
+                "p95": 16,
+                "max": 32,
+                "backprop_depth": 6,
+            },
+            "data": {"sources": ["builtin:stories"], "tokens": 912_199},
+        },
+        "settings": {"seed": 0},
+        "convergence": [convergence(c) for c in corpora],
+        "frontiers": [frontier(c) for c in corpora],
+    }
+
+
+def write_run(folder: Path, results: Results, metrics: bool = True) -> Path:
+    (folder / "results.json").write_text(json.dumps(results), encoding="utf-8")
+    if metrics:
+        events = [
+            {"segment": 1, "event": "step", "step": s, "loss_nats": 7 / s} for s in range(1, 40)
+        ]
+        held_out = {"1": 4.0, "8": 3.0}
+        events.append({"segment": 1, "event": "eval", "step": 20, "loss_nats_by_depth": held_out})
+        lines = "".join(json.dumps(e) + "\n" for e in events)
+        (folder / "metrics.jsonl").write_text(lines, encoding="utf-8")
+    return write_report(folder)
+
+
+class Page(HTMLParser):
+    """What the page loads, its ids, and its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.words: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        for name, value in attrs:
+            if name in ("src", "href", "xlink:href", "srcset", "data", "action"):
+                self.links.append(value or "")
+            if name == "id":
+                self.ids.append(value or "")
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join("".join(self.words).split())
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    write_run(folder, make_results(*CORPORA))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def html(run: Path) -> str:
+    return (run / "report.html").read_text(encoding="utf-8")
+
+
+def terminal_text(results: Results) -> str:
+    out = io.StringIO()
+    Console(file=out, width=80).print(summary_table(results))
+    return out.getvalue()
+
+
+def test_the_page_fetches_nothing(html: str) -> None:
+    page = Page(html)
+    assert not [link for link in page.links if not link.startswith("#")]
+    assert not {"script", "link", "iframe", "object", "embed"} & set(page.tags)
+    assert not re.search(r"@import|url\((?!#)", html)
+
+
+def test_ids_name_one_thing_each(html: str) -> None:
+    anchors = [i for i in Page(html).ids if not re.fullmatch(r"[mpChDl][0-9a-f_]{8,}.*", i)]
+    assert len(anchors) == len(set(anchors))
+    assert "headline" in anchors
+
+
+def test_passages_are_escaped_and_keep_their_newlines(html: str) -> None:
+    assert "<script>alert" not in html
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in html
+    assert re.search(r'<span class="d2 newline"[^>]*>\n</span>', html)
+    assert 'title="settled at r=3"' in html
+    assert f'title="not settled within r={HORIZON}"' in html
+
+
+def test_every_figure_is_inline_and_a_png(run: Path, html: str) -> None:
+    plots = {p.stem for p in (run / "plots").iterdir()}
+    kinds = ("kl", "latent", "settled", "frontier-depth", "frontier-compute", "allocation-gain")
+    per_corpus = {f"{k}-{c}" for k in (*kinds, "hops-depth", "hops-accuracy") for c in CORPORA}
+    assert plots == per_corpus | {"loss-by-depth", "training", "token-types", "calibration"}
+    assert html.count("<svg") == html.count("<figcaption") == len(plots)
+    assert all(p.read_bytes().startswith(b"\x89PNG") for p in (run / "plots").iterdir())
+    assert not list(run.glob(".*"))
+
+
+def test_figures_follow_the_theme(html: str) -> None:
+    drawings = "".join(re.findall(r"<svg.*?</svg>", html, re.DOTALL))
+    assert "var(--ink)" in drawings
+    assert not re.findall(r"#[0-9a-f]{6}\b", drawings), "a colour that dark mode cannot change"
+    assert "prefers-color-scheme: dark" in html
+
+
+def test_headline_figures_come_from_the_results(tmp_path: Path) -> None:
+    results = make_results("tales")
+    results["convergence"][0]["saturation"]["depth"] = 13
+    results["convergence"][0]["settled"]["median"] = 11
+    a1 = facts.at_budget(results["frontiers"][0], "kl", "replayed", 0.01)
+    assert a1 is not None
+    a1.update(mean_depth=4.94, allocation_gain=1.61, equal_uniform_depth=7.95)
+    text = Page(write_run(tmp_path, results).read_text(encoding="utf-8")).text
+    for figure in ("13tales", "11tales", "4.94tales", f"1.61{words.TIMES}tales", "true mean 7.94"):
+        assert figure in text
+
+
+@pytest.mark.parametrize(
+    ("mean_depth", "expected"),
+    [(4.0, "Replayed: yes"), (7.9, "Replayed: no"), (6.9, "too close")],
+)
+def test_the_verdict_weighs_the_interval(mean_depth: float, expected: str) -> None:
+    one = frontier("tales")
+    row = next(r for r in one["budgets"] if (r["policy"], r["budget_nats"]) == ("kl", 0.01))
+    uniform_7 = one["policies"]["fixed"]["uniform"][6]["delta_nats"]
+    row["point"] |= {
+        "mean_depth": mean_depth,
+        "delta_low": uniform_7 - 0.001,
+        "delta_high": uniform_7 + 0.001,
+    }
+    assert expected in verdict.answer(one, "kl")
+
+
+def test_checks_that_cost_more_than_they_save_are_called_so() -> None:
+    one = frontier("tales")
+    text = " ".join(verdict.sentences(one, "kl"))
+    assert "checks cost more than the depth they save" in text
+    for row in one["budgets"]:
+        if row["policy"] == "kl" and row["point"]:
+            row["point"]["charged_share"] = 0.1
+    assert "the rule costs less" in " ".join(verdict.sentences(one, "kl"))
+
+
+def test_gain_range_inverts_the_uniform_curve() -> None:
+    delta = [0.4, 0.2, 0.1, 0.1, 0.0]  # depth 4 buys nothing over 3
+    low, high = facts.gain_range({"mean_depth": 2.0, "delta_low": 0.1, "delta_high": 0.3}, delta)
+    assert (low, high) == pytest.approx((1.5 / 2, 3 / 2))
+
+
+def test_a_model_of_one_recurrence_has_a_report(tmp_path: Path) -> None:
+    results = make_results("tales")
+    results["model"]["architecture"] = "fixed"
+    results["convergence"] = [convergence("tales", horizon=1) | {"hops": [], "passage": []}]
+    one = frontier("tales", full=1)
+    one["policies"].pop("probe")
+    for row in one["budgets"]:
+        row["point"] = None
+    results["frontiers"] = [one]
+    text = Page(write_run(tmp_path, results, metrics=False).read_text(encoding="utf-8")).text
+    assert "there is no depth to allocate" in text
+    assert "r=1" in terminal_text(results)
+
+
+def test_missing_pieces_are_left_out_or_named(tmp_path: Path) -> None:
+    results = make_results("tales")
+    c, one = results["convergence"][0], results["frontiers"][0]
+    c.update(hops=[], passage=[], token_types=[], trained_mean_depth=None)
+    c["contraction"]["rate"] = None
+    c["curves"]["kl_prev"]["mean"] = [None] * HORIZON
+    del one["policies"]["probe"]
+    for name in ("kl", "latent-change"):
+        one["policies"][name] = {"replayed": [], "live": []}
+    for row in one["budgets"]:
+        row["point"] = None
+    results["training"], results["settings"] = {}, None
+    text = Page(write_run(tmp_path, results, metrics=False).read_text(encoding="utf-8")).text
+    assert "not met" in text
+    assert "Depth against difficulty" not in text
+    assert "Probe (A2)" not in text
+    assert not re.search(r"\b(None|nan|null)\b", text.split("All settings")[0])
+    assert "not met" in terminal_text(results)
+
+
+def test_an_unknown_policy_and_a_probe_of_one_class_are_shown(tmp_path: Path) -> None:
+    results = make_results("tales")
+    one = results["frontiers"][0]
+    one["policies"]["margin"] = copy.deepcopy(one["policies"]["kl"])
+    one["policies"]["probe"]["judged"]["auroc"] = None
+    row = {"policy": "margin", "meaning": "live", "budget_nats": 0.01, "point": point(3.21)}
+    one["budgets"].append(row)
+    text = Page(write_run(tmp_path, results).read_text(encoding="utf-8")).text
+    assert "margin" in text
+    assert "3.21" in text
+
+
+def test_the_terminal_shows_the_figures() -> None:
+    text = terminal_text(make_results(*CORPORA))
+    for figure in ("903k", "92.2k", "3.717", "3.217", "12.3%", "5.43", "5.88", "1.17", "not met"):
+        assert figure in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        "{",
+        "[]",
+        '{"format": "other"}',
+        '{"format": "loopwise-results", "version": 2}',
+        '{"format": "loopwise-results", "version": 1, "model": {}}',
+    ],
+)
+def test_results_that_cannot_be_read_are_refused(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "results.json").write_text(content, encoding="utf-8")
+    with pytest.raises(RunFolderError, match="loopwise study"):
+        write_report(tmp_path)
+    assert not (tmp_path / "report.html").exists()
