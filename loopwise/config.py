@@ -68,6 +68,17 @@ def to_table(config: Any) -> dict[str, Any]:
     return plain(config)
 
 
+def check_choices(config: Any) -> None:
+    """Refuse values outside the ``Literal`` fields of a dataclass; for its ``__post_init__``.
+
+    Raises:
+        ConfigError: naming the field, the value and what is allowed.
+    """
+    for name, hint in typing.get_type_hints(type(config)).items():
+        if typing.get_origin(hint) is typing.Literal:
+            _convert(hint, getattr(config, name), name)
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """Parse a TOML file.
 

@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from loopwise.config import from_table, merge, parse_overrides, read_toml, to_table
+from loopwise.config import check_choices, from_table, merge, parse_overrides, read_toml, to_table
 from loopwise.data import ReadOptions
 from loopwise.errors import ConfigError
 from loopwise.models import MODELS
@@ -72,6 +72,7 @@ class MeasureConfig:
     dtype: Literal["fp32", "bf16"] = "fp32"
 
     def __post_init__(self) -> None:
+        check_choices(self)
         for name in ("horizon", "tokens", "fit_tokens", "live_tokens", "live_thresholds", "batch"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"measure.{name}={getattr(self, name)} must be at least 1")

@@ -60,7 +60,9 @@ def tiny_model() -> RecurrentModel:
     return make_model()
 
 
-def make_blocks(seq: int = 32, documents: int = 40, first: int = 0, shuffle: bool = True) -> PackedBlocks:
+def make_blocks(
+    seq: int = 32, documents: int = 40, first: int = 0, shuffle: bool = True
+) -> PackedBlocks:
     store = tokenize(generate("stories", 0, first, documents), ByteTokenizer())
     return PackedBlocks(store, seq, seed=0, shuffle=shuffle)
 

@@ -42,7 +42,7 @@ class ReferenceView:
         if len(tokens) == self.position:
             tokens.append({})
         tokens[self.position][r] = (k[0], v[0])
-        seen = [entries[min(r, max(entries))] for entries in tokens]
+        seen = [entries.get(r) or entries[max(entries)] for entries in tokens]
         keys = torch.stack([key for key, _ in seen])  # (tokens, n_kv_heads, head_dim)
         values = torch.stack([value for _, value in seen])
         groups = q.shape[1] // k.shape[1]

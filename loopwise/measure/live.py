@@ -15,7 +15,7 @@ from torch import Tensor
 
 from loopwise.data import TokenBatch
 from loopwise.data.packing import NO_TARGET
-from loopwise.errors import ExitError
+from loopwise.errors import DataError, ExitError
 from loopwise.exits.base import ExitPolicy, Observation, Reads
 from loopwise.exits.rule import ExitRule, should_exit
 from loopwise.measure.evaluate import check_depths
@@ -32,7 +32,8 @@ class LiveResult:
         exit_depth: recurrences each token ran, ``(tokens,)`` int64.
         loss: next-token cross-entropy at the exit, nats, ``(tokens,)`` float32.
         argmax: most likely token at the exit, ``(tokens,)`` int64.
-        core_row_steps: rows that went through the core, over all recurrences and positions.
+        core_row_steps: rows that went through the core, over all recurrences and positions,
+            padding left out.
         coda_row_reads: rows that went through coda and head.
     """
 
@@ -65,6 +66,8 @@ def run_live(
         results.append(_run_batch(model, batch, rule, policy))
         if progress is not None:
             progress(index + 1)
+    if not results:
+        raise DataError("there is no text to run; give at least one block")
     return LiveResult(
         exit_depth=torch.cat([r.exit_depth for r in results]),
         loss=torch.cat([r.loss for r in results]),
@@ -87,7 +90,8 @@ def _run_batch(
     hits = torch.zeros(n, dtype=torch.int64, device=latent.device)
     depth = torch.zeros_like(hits)
     loss, argmax = torch.zeros(n, device=latent.device), torch.zeros_like(hits)
-    rows = torch.arange(n, device=latent.device)
+    real = (batch.document_ids.flatten() >= 0).nonzero().squeeze(-1)  # padding is not work
+    rows = real
     core_steps = coda_reads = 0
     for r in range(1, rule.max_depth + 1):
         view.select(rows)
@@ -110,9 +114,11 @@ def _run_batch(
         if rows.numel() == 0:
             break
     if policy.reads is not Reads.LOGITS:
-        view.select(torch.arange(n, device=latent.device))
-        loss, argmax = _score(model.coda(latent, depth, view), targets)
-        coda_reads += n
+        view.select(real)
+        loss[real], argmax[real] = _score(
+            model.coda(latent[real], depth[real], view), targets[real]
+        )
+        coda_reads += real.numel()
     kept = targets != NO_TARGET
     return LiveResult(depth[kept], loss[kept], argmax[kept], core_steps, coda_reads)
 

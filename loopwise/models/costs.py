@@ -71,18 +71,27 @@ def parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def kv_entries_per_token(geometry: Geometry, entries_per_core_layer: float) -> float:
-    """KV entries one token leaves: one per prelude and coda layer, the policy's per core layer."""
-    once = geometry.n_prelude_layers + geometry.n_coda_layers
-    return once + geometry.n_core_layers * entries_per_core_layer
+def kv_entries_per_token(
+    geometry: Geometry, entries_per_core_layer: float, entries_per_coda_layer: float = 1.0
+) -> float:
+    """KV entries one token leaves: one per prelude layer, the KV policy's per core layer.
+
+    Exit rules that read logits leave a coda entry at every recurrence they look.
+    """
+    core = geometry.n_core_layers * entries_per_core_layer
+    return geometry.n_prelude_layers + core + geometry.n_coda_layers * entries_per_coda_layer
 
 
 def kv_bytes_per_token(
-    geometry: Geometry, entries_per_core_layer: float, bytes_per_value: int
+    geometry: Geometry,
+    entries_per_core_layer: float,
+    bytes_per_value: int,
+    entries_per_coda_layer: float = 1.0,
 ) -> float:
     """Bytes of keys and values one token leaves under a KV policy."""
     entry = 2 * geometry.n_kv_heads * geometry.head_dim * bytes_per_value
-    return kv_entries_per_token(geometry, entries_per_core_layer) * entry
+    n = kv_entries_per_token(geometry, entries_per_core_layer, entries_per_coda_layer)
+    return n * entry
 
 
 def _matrix_weights(modules: Iterable[nn.Module]) -> int:

@@ -6,10 +6,12 @@ Source: Touvron et al. 2023, arXiv:2302.13971.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from loopwise.config import check_choices
 from loopwise.errors import ConfigError
 from loopwise.models.base import Geometry, KVView, LoopedLM, Rope
 from loopwise.models.layers import PreNormBlock, init_linear_
@@ -30,6 +32,10 @@ class FixedConfig:
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
+        check_choices(self)
+        for name in ("rope_base", "norm_eps"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"model.{name}={getattr(self, name)} must be above 0 and finite")
         for name in ("vocab_size", "d_model", "n_heads", "n_kv_heads", "d_ff", "n_layers"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"model.{name}={getattr(self, name)} must be at least 1")

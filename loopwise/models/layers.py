@@ -99,7 +99,7 @@ def init_linear_(module: nn.Module, n_effective_layers: float) -> None:
 
 def row_seeds(positions: Tensor, request_seed: int = 0) -> Tensor:
     """Noise seeds of rows by (request seed, position), int64 of the shape of ``positions``."""
-    return (request_seed << 32) + positions.long()
+    return ((request_seed % (1 << 31)) << 32) + positions.long()
 
 
 def seeded_normal(seeds: Tensor, width: int) -> Tensor:

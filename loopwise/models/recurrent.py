@@ -5,12 +5,14 @@ Source: Geiping et al. 2025, arXiv:2502.05171; Logan 2026, arXiv:2607.14427 (pap
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from loopwise.config import check_choices
 from loopwise.errors import ConfigError
 from loopwise.models.base import Geometry, KVView, LoopedLM, Rope
 from loopwise.models.layers import SandwichBlock, init_linear_, seeded_normal
@@ -36,6 +38,10 @@ class RecurrentConfig:
     init_depth: int = 8  # recurrences the initial scale of residual projections assumes
 
     def __post_init__(self) -> None:
+        check_choices(self)
+        for name in ("rope_base", "norm_eps"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"model.{name}={getattr(self, name)} must be above 0 and finite")
         for name in ("vocab_size", "d_model", "n_heads", "n_kv_heads", "d_ff", "n_core_layers"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"model.{name}={getattr(self, name)} must be at least 1")

@@ -66,9 +66,7 @@ class RowsView:
         cos, sin = self._cos[rows], self._sin[rows]
         q, k = self.rope.rotate(q, cos, sin), self.rope.rotate(k, cos, sin)
         if layer not in self._entries:
-            if rows.numel() != n:
-                raise ValueError(f"layer {layer} has no entries yet: its first call takes all rows")
-            self._entries[layer] = k.clone(), v.clone()
+            self._entries[layer] = k.new_zeros(n, *k.shape[1:]), v.new_zeros(n, *v.shape[1:])
         keys, values = self._entries[layer]
         keys[rows], values[rows] = k, v
         full = q.new_zeros(n, *q.shape[1:])

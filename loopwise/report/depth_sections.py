@@ -14,6 +14,7 @@ Draw = Callable[[str, Figure, str], Html]  # (file name, drawing, caption) -> fi
 Event = dict[str, Any]
 Convergence = dict[str, Any]
 
+_STRAGGLERS = 10.0  # mean over median of the last latent change from which the mean misleads
 _DEPTHS = (
     ("settled", "settled for good"),
     ("first_crossing", "first crossing"),
@@ -85,7 +86,9 @@ def convergence(looped: list[Convergence], draw: Draw) -> Html:
         "Contraction: geometric mean of the ratios of successive mean latent changes from "
         "recurrence 3 on, while the change is above rounding. KL in nats, to the previous."
     )
-    return section("Convergence", "convergence", figures(made), table(head, rows, note=caption))
+    numbers = table(head, rows, note=caption)
+    stragglers = paragraph(*(_stragglers(c) for c in looped))
+    return section("Convergence", "convergence", figures(made), numbers, stragglers)
 
 
 def settled(looped: list[Convergence], draw: Draw) -> Html:
@@ -183,6 +186,7 @@ def hops(looped: list[Convergence], draw: Draw) -> Html:
                     words.percent(max(accuracy), 1),
                 ]
             )
+    note = "Answers are grouped by the look-ups they need; groups under 30 tokens are left out."
     head = [
         "corpus",
         "hops",
@@ -192,7 +196,7 @@ def hops(looped: list[Convergence], draw: Draw) -> Html:
         "right at r=1",
         "right at the best depth",
     ]
-    return section("Depth against difficulty", "hops", figures(made), table(head, rows))
+    return section("Depth against difficulty", "hops", figures(made), table(head, rows, note=note))
 
 
 def loss_optimal(looped: list[Convergence]) -> Html:
@@ -225,6 +229,18 @@ def loss_optimal(looped: list[Convergence]) -> Html:
         "with a random sign."
     )
     return section("Loss-optimal depth", "loss-optimal", paragraph(lead), table(head, rows))
+
+
+def _stragglers(c: Convergence) -> str:
+    """Says so where the mean is carried by tokens that keep moving after most have stopped."""
+    mean, median = (c["curves"]["change"][k][-1] for k in ("mean", "median"))
+    if not mean or median is None or mean < _STRAGGLERS * median:
+        return ""
+    return (
+        f"On {c['corpus']} a minority of tokens keeps moving: at recurrence {c['horizon']} the mean "
+        f"latent change is {words.small(mean)}, the median {words.small(median)}, so the "
+        "contraction of the mean understates that of most tokens."
+    )
 
 
 def _tokens(cs: list[Convergence]) -> str:

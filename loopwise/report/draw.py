@@ -70,7 +70,9 @@ def legend(axes: Axes, columns: int = 1, **kwargs: Any) -> None:
     axes.legend(
         fontsize=_PT["note"],
         labelcolor="linecolor",
-        frameon=False,
+        facecolor=SURFACE,
+        edgecolor="none",
+        framealpha=0.85,
         ncols=columns,
         handlelength=1.6,
         columnspacing=1.2,

@@ -16,6 +16,14 @@ Results = dict[str, Any]
 Point = dict[str, Any]
 
 HEADLINE_BUDGET_NATS = 0.01
+_PARTS = {
+    "convergence": (
+        *("corpus", "tokens", "horizon", "epsilon", "trained_mean_depth", "loss_nats"),
+        *("bits_per_byte", "curves", "saturation", "contraction", "first_crossing", "settled"),
+        *("moving_at_training_mean", "argmax_final", "loss_optimal", "token_types", "hops"),
+    ),
+    "frontiers": ("corpus", "max_depth", "check_in_recurrences", "policies", "budgets"),
+}
 SHOWN_DEPTHS = (1, 2, 4, 8, 16, 32)
 
 
@@ -39,10 +47,19 @@ def read_results(run: Path) -> Results:
         raise RunFolderError(
             f"{str(file)!r} has version {results.get('version')!r}, this loopwise reads 1; {remedy}"
         )
-    missing = [k for k in ("model", "training", "convergence", "frontiers") if k not in results]
+    missing = _missing(results)
     if missing:
         raise RunFolderError(f"{str(file)!r} lacks {', '.join(missing)}; {remedy}")
     return results
+
+
+def _missing(results: Results) -> list[str]:
+    """Keys that every results file of this version has and this one has not."""
+    lacking = [k for k in ("model", "training", "convergence", "frontiers") if k not in results]
+    for part, keys in _PARTS.items():
+        for i, entry in enumerate(results.get(part, [])):
+            lacking += [f"{part}[{i}].{k}" for k in keys if k not in entry]
+    return lacking
 
 
 def at_depth(values: list[float | None], depth: int) -> float | None:

@@ -166,7 +166,7 @@ def _annotate_caps(ax: Any, frontier: Frontier) -> None:
     for i, (style, point) in enumerate(met):
         text = (
             f"{style.label} within {budget:g} nats: {words.times(1 / point['charged_share'])} "
-            f"speed-up, cap {words.times(point['cap'])} ({facts.share_of_cap(point):.0%})"
+            f"in compute, cap {words.times(point['cap'])} ({facts.share_of_cap(point):.0%})"
         )
         place = {"xycoords": "axes points", "textcoords": "axes points", "fontsize": 8}
         ax.annotate(text, (0, 0), (-38, -46 - 11 * i), color=style.colour, **place)

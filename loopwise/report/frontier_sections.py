@@ -150,7 +150,7 @@ def _frontier_figures(f: dict[str, Any], draw: Draw) -> list[Html]:
             frontier_plots.allocation_gain(f),
             "Uniform depth of the same loss, linear between depths, over the rule's mean depth; "
             "above 1 depth per token wins. Bars: replayed gain at the ends of the loss's 95% "
-            "interval. Near zero a saturated model reads below 1: its last recurrences buy no loss."
+            "interval. Near zero, differences within noise decide which depth has the same loss."
             f"{hollow}",
         ),
     ]

@@ -23,16 +23,17 @@ Convergence = dict[str, Any]
 
 def comparison(results: facts.Results) -> list[Row]:
     """``(what, paper, here, why they differ)``, one row for each finding and corpus."""
-    rows: list[Row] = []
-    for c in results["convergence"]:
-        if not facts.has_recurrence(c):
-            continue
-        rows += [_loss(c, results), _kl(c), _settled(c), _moving(c), _saturation(c), _types(c)]
-        frontier = facts.frontier_of(results, c["corpus"])
-        if frontier is not None:
-            rows += [_rule(frontier, "kl"), _rule(frontier, "probe")]
-    flips = _flip(results["convergence"])
-    return [*rows, *([flips] if flips else [])]
+    looped = [c for c in results["convergence"] if facts.has_recurrence(c)]
+    found = [facts.frontier_of(results, c["corpus"]) for c in looped]
+    frontiers = [f for f in found if f is not None]
+    rows = [_loss(c, results["model"]["vocab_size"]) for c in looped]
+    for finding in (_kl, _settled, _moving, _saturation, _types):
+        rows += [finding(c) for c in looped]
+    flips = _flip(looped)
+    rows += [flips] if flips else []
+    for policy in ("kl", "probe"):
+        rows += [_rule(f, policy) for f in frontiers]
+    return rows
 
 
 def scale(results: facts.Results) -> str:
@@ -52,7 +53,7 @@ def _ratio(value: float) -> str:
     return f"{value:.3g} times" if value >= 1 else f"1/{1 / value:,.0f} of"
 
 
-def _loss(c: Convergence, results: facts.Results) -> Row:
+def _loss(c: Convergence, vocab_size: int) -> Row:
     loss = c["loss_nats"]["mean"]
     until = facts.falls_until(loss)
     best = min(range(len(loss)), key=lambda i: loss[i]) + 1
@@ -63,10 +64,9 @@ def _loss(c: Convergence, results: facts.Results) -> Row:
         f"{len(loss)} (lowest at {best})"
     )
     why = []
-    if results["model"]["vocab_size"] != PAPER_VOCABULARY:
+    if vocab_size != PAPER_VOCABULARY:
         why.append(
-            f"levels cannot be compared: a vocabulary of {results['model']['vocab_size']:,}, "
-            f"not {PAPER_VOCABULARY:,}, and other text"
+            f"levels cannot be compared: a vocabulary of {vocab_size:,}, not {PAPER_VOCABULARY:,}"
         )
     if abs(rest) > c["saturation"]["within_nats"]:
         why.append("not flat: depth beyond it still moves the loss by more than the tolerance")
@@ -108,7 +108,7 @@ def _settled(c: Convergence) -> Row:
         f"{words.depth(c['first_crossing']['median'])}"
     )
     why = (
-        f"the paper does not publish its epsilon; here KL stays at or below {c['epsilon']:g} nats "
+        f"the paper's epsilon is not known; here KL stays at or below {c['epsilon']:g} nats "
         f"up to recurrence {c['horizon']}"
     )
     return _what("Settled depth", c), "median token by recurrence 6", here, _sentence([why])
@@ -118,7 +118,7 @@ def _moving(c: Convergence) -> Row:
     mean = c["trained_mean_depth"]
     at = f"depth {words.depth(round(mean))}" if mean else "full depth"
     share = c["moving_at_training_mean"]
-    why = ["depends on epsilon, which the paper does not publish"]
+    why = ["depends on epsilon, and the paper's is not known"]
     if mean and round(mean) != PAPER_MEAN_DEPTH:
         why.append(f"trained at mean {words.depth(mean)}, not {PAPER_MEAN_DEPTH}")
     return (
@@ -178,7 +178,7 @@ def _rule(frontier: dict[str, Any], policy: str) -> Row:
     full = frontier["max_depth"]
     label = policy_style(policy).label
     what = f"{label} at the quality of uniform depth · {frontier['corpus']}"
-    paper = {"kl": "4.94 of 8 (-38%)", "probe": "7.99 of 8: saves nothing"}[policy]
+    paper = {"kl": f"4.94 of 8 ({words.MINUS}38%)", "probe": "7.99 of 8: saves nothing"}[policy]
     if policy not in frontier["policies"]:
         return what, paper, "not measured", ""
     parts, why = [], []

@@ -153,7 +153,7 @@ def settled_distribution(c: Convergence) -> Figure:
     ax.axvline(last + 0.8, ymax=0.7, color=MUTED, linewidth=0.6)
     ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     ax.grid(False, axis="x")
-    ax.set_ylim(0, ax.get_ylim()[1] * 1.12)
+    ax.set_ylim(0, ax.get_ylim()[1] * 1.3)
     legend(ax, loc="upper right", bbox_to_anchor=(1.0, 1.0))
     return fig
 
@@ -236,7 +236,7 @@ def hops_depth(c: Convergence) -> Figure:
     ax.set_xticks(x)
     other = ax.twinx()
     other.plot(x, [row["depth_gain_nats"] for row in rows], color=gain_colour, marker="^", ls="--")
-    other.set_ylabel("worth of depth (nats per answer token)", color=gain_colour, fontsize=9)
+    other.set_ylabel("worth of depth (nats per answer)", color=gain_colour, fontsize=9)
     other.tick_params(colors=MUTED, labelsize=8.5, length=0)
     other.set_ylim(bottom=0)
     for spine in other.spines.values():

@@ -55,12 +55,13 @@ def _table(title: str, caption: str | None = None) -> Table:
 
 def _convergence_table(convergence: dict[str, Any]) -> Table:
     table = _table(
-        f"{convergence['corpus']}: loss in nats at depth r, {convergence['tokens']:,} tokens; "
-        f"settled at KL <= {convergence['epsilon']:g} nats up to r={convergence['horizon']}"
+        f"{convergence['corpus']}: loss in nats at depth r, {convergence['tokens']:,} tokens",
+        f"median: settled depth, KL <= {convergence['epsilon']:g} nats up to "
+        f"r={convergence['horizon']}; moving: share unsettled at the training mean",
     )
     losses = convergence["loss_nats"]["mean"]
     shown = [d for d in facts.SHOWN_DEPTHS if d <= len(losses)]
-    for name in (*(f"r={d}" for d in shown), "saturates", "median settled", "moving at mean"):
+    for name in (*(f"r={d}" for d in shown), "saturates", "median", "moving"):
         table.add_column(name, justify="right", no_wrap=True)
     saturation = convergence["saturation"]
     table.add_row(

@@ -20,16 +20,12 @@ def answer(frontier: Frontier, policy: str) -> str:
     low, high = facts.gain_range(point, facts.uniform_delta(frontier))
     replayed = "yes" if low > 1 else "no" if high < 1 else "too close to tell"
     live = facts.at_budget(frontier, policy, "live", budget)
-    lived = (
-        "not met or not measured"
-        if live is None
-        else f"{_yes(live['allocation_gain'] > 1)}, by the mean"
-    )
+    lived = "not met or not measured" if live is None else _by_the_mean(live["allocation_gain"])
     uniform = facts.at_budget(frontier, "fixed", "uniform", budget)
     cheaper = uniform is None or point["charged_share"] < uniform["charged_share"]
     return (
         f" does {name} beat the best uniform depth? Replayed: {replayed}. Live: {lived}. In "
-        f"compute, checks included: {_yes(cheaper)}."
+        f"compute (replayed, checks included): {_yes(cheaper)}."
     )
 
 
@@ -52,6 +48,12 @@ def sentences(frontier: Frontier, policy: str) -> list[str]:
         f"({words.interval(low, high)} over the 95% interval of its loss).",
     ]
     return [*depth, *_live(frontier, policy, budget), *_compute(frontier, point, uniform)]
+
+
+def _by_the_mean(gain: float) -> str:
+    """Live points come without an interval of the gain; a tie at the shown precision is a tie."""
+    shown = round(gain, 2)
+    return "no difference" if shown == 1 else f"{_yes(shown > 1)}, by the mean"
 
 
 def _yes(claim: bool) -> str:

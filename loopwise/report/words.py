@@ -52,4 +52,5 @@ def interval(low: float | None, high: float | None, digits: int = 2) -> str:
 
 def depth(value: float | None) -> str:
     """A depth: whole ones without decimals."""
-    return number(value, 0 if value is not None and value == round(value) else 2)
+    whole = value is not None and abs(value - round(value)) < 1e-6
+    return number(value, 0 if whole else 2)

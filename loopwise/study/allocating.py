@@ -136,8 +136,9 @@ class _LiveRuns:
         picked = {round(i) for i in np.linspace(0, len(replayed) - 1, count)}
         for budget in BUDGETS_NATS:
             point = depth_at_budget(replayed, budget)
-            if point is not None:
-                picked.add(list(replayed).index(point))
+            if point is not None:  # live may need a stricter threshold than replayed
+                at = list(replayed).index(point)
+                picked |= set(range(at, min(at + 3, len(replayed))))
         return [replayed[i]["threshold"] for i in sorted(picked)]
 
     def _report(self, stage: str, done: int, total: int) -> None:

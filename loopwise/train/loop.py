@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from loopwise.config import check_choices
 from loopwise.data import PackedBlocks, TokenBatch, micro_batch_loader
 from loopwise.errors import ConfigError, NonFiniteError
 from loopwise.measure.evaluate import batches, loss_by_depth
@@ -50,6 +51,7 @@ class TrainConfig:
     non_finite: Literal["stop", "skip"] = "stop"
 
     def __post_init__(self) -> None:
+        check_choices(self)
         for name in ("steps", "micro_batch", "accumulation", "eval_every", "save_every", "keep"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"train.{name}={getattr(self, name)} must be at least 1")

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from loopwise.config import check_choices
 from loopwise.errors import ConfigError
 
 
@@ -28,6 +29,7 @@ class OptimConfig:
     final_lr_fraction: float = 0.02
 
     def __post_init__(self) -> None:
+        check_choices(self)
         for name in ("lr", "embedding_lr", "grad_clip"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"optim.{name}={getattr(self, name)} must be above 0")

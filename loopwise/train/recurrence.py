@@ -15,7 +15,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from loopwise.config import check_choices
 from loopwise.errors import ConfigError
+
+MAX_MEAN = 1000  # recurrences; past it the probability table is a typing error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,8 +33,11 @@ class DepthConfig:
     backprop_depth: int = 8  # gradients flow through the last so many recurrences
 
     def __post_init__(self) -> None:
-        if not self.mean >= 1:
-            raise ConfigError(f"depth.mean={self.mean} must be at least 1")
+        check_choices(self)
+        if not 1 <= self.mean <= MAX_MEAN:
+            raise ConfigError(f"depth.mean={self.mean} must lie in 1..{MAX_MEAN}")
+        if self.max_depth is not None and self.kind in ("uniform", "fixed"):
+            raise ConfigError(f"depth.max_depth does not go with kind {self.kind!r}; leave it out")
         if not 0 < self.sigma <= 2:
             raise ConfigError(f"depth.sigma={self.sigma} must be in (0, 2]")
         if self.backprop_depth < 1:

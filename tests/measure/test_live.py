@@ -60,7 +60,8 @@ def live(model: LoopedLM, batch: TokenBatch, rule: ExitRule) -> LiveResult:
 
 def every_depth(batch: TokenBatch) -> TokenBatch:
     """The batch with a target at every place, so that every exit depth is reported."""
-    return replace_targets(batch, torch.zeros_like(batch.targets))
+    everywhere = torch.zeros_like(batch.targets)
+    return replace_targets(batch, everywhere.masked_fill(batch.document_ids < 0, -100))
 
 
 def replace_targets(batch: TokenBatch, targets: torch.Tensor) -> TokenBatch:
@@ -239,9 +240,10 @@ def test_work_counted_is_the_sum_of_depths_and_of_readings(policy: str) -> None:
     rule = ExitRule(policy=policy, threshold=threshold, max_depth=MAX_DEPTH)
     found = live(model, batch, rule)
     depths = live(model, every_depth(batch), rule).exit_depth
-    assert depths.numel() == batch.token_ids.numel()
+    n_real = int((batch.document_ids >= 0).sum())  # padding is not work
+    assert depths.numel() == n_real
     assert found.core_row_steps == int(depths.sum())
-    reads = int(depths.sum()) if policy == "kl" else batch.token_ids.numel()
+    reads = int(depths.sum()) if policy == "kl" else n_real
     assert found.coda_row_reads == reads
 
 

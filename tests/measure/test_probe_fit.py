@@ -55,7 +55,7 @@ def test_one_class_gives_a_sure_and_finite_probe(value):
 
 
 def test_labels_say_whether_the_argmax_still_changes():
-    model, blocks = make_model(injection="add"), make_blocks(documents=3)
+    model, blocks = make_model(injection="add", n_core_layers=1), make_blocks(documents=3)
     horizon, max_depth = 7, 4
     latents, labels = probe_examples(model, batches(blocks, 2, 3), horizon, max_depth)
     wanted_latents, wanted = [], []

@@ -15,7 +15,7 @@ from rich.console import Console
 from loopwise.errors import RunFolderError
 from loopwise.report import facts, summary_table, verdict, words, write_report
 
-HORIZON, FULL = 16, 8
+HORIZON, FULL = 32, 8
 CORPORA = ("tales", "books")
 Results = dict[str, Any]
 
@@ -312,6 +312,25 @@ def test_the_verdict_weighs_the_interval(mean_depth: float, expected: str) -> No
     assert expected in verdict.answer(one, "kl")
 
 
+@pytest.mark.parametrize(
+    ("gain", "expected"), [(1.2, "yes, by"), (0.9, "no, by"), (1.00002, "no difference")]
+)
+def test_a_live_tie_is_no_win(gain: float, expected: str) -> None:
+    one = frontier("tales")
+    for row in one["budgets"]:
+        if row["point"]:
+            row["point"]["allocation_gain"] = gain
+    assert f"Live: {expected}" in verdict.answer(one, "kl")
+
+
+def test_tokens_that_never_stop_are_pointed_out(tmp_path: Path) -> None:
+    results = make_results(*CORPORA)
+    results["convergence"][1]["curves"]["change"]["mean"][-1] = 0.01
+    text = Page(write_run(tmp_path, results).read_text(encoding="utf-8")).text
+    assert "On books a minority of tokens keeps moving" in text
+    assert "On tales a minority" not in text
+
+
 def test_checks_that_cost_more_than_they_save_are_called_so() -> None:
     one = frontier("tales")
     text = " ".join(verdict.sentences(one, "kl"))
@@ -399,3 +418,14 @@ def test_results_that_cannot_be_read_are_refused(tmp_path: Path, content: str | 
     with pytest.raises(RunFolderError, match="loopwise study"):
         write_report(tmp_path)
     assert not (tmp_path / "report.html").exists()
+
+
+def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
+    results = make_results("tales")
+    del results["convergence"][0]["settled"]
+    with pytest.raises(RunFolderError, match=r"convergence\[0\]\.settled"):
+        write_run(tmp_path, results)
+
+
+def test_a_report_is_a_pure_function_of_the_results(run: Path, html: str) -> None:
+    assert write_report(run).read_text(encoding="utf-8") == html

@@ -187,7 +187,8 @@ _KILLED = """
 import sys
 from pathlib import Path
 from tests.train.test_loop import make_trainer
-make_trainer(Path(sys.argv[1]), steps=400, save_every=1, eval_every=400).run(resume=len(sys.argv) > 2)
+trainer = make_trainer(Path(sys.argv[1]), steps=400, save_every=1, eval_every=400)
+trainer.run(resume=len(sys.argv) > 2)
 """
 
 

@@ -1,0 +1,184 @@
+"""What every exit policy promises, over the table: newcomers are covered at birth."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from loopwise.errors import ExitError
+from loopwise.exits import EXITS
+from loopwise.exits.base import ExitPolicy, Observation, Reads
+from loopwise.exits.rule import ExitRule, build_policy
+
+ROWS, D_MODEL, VOCAB, HORIZON = 7, 16, 23, 6
+FITTED = {
+    "probe": {
+        "weight": torch.linspace(-2, 2, D_MODEL).tolist(),
+        "bias": -0.3,
+        "mean": [0.1] * D_MODEL,
+        "std": [1.5] * D_MODEL,
+    }
+}
+LIVE = [name for name in EXITS if EXITS[name].reads is not Reads.TRUTH]
+LOOKAHEAD = [name for name in EXITS if EXITS[name].reads is Reads.TRUTH]
+
+
+def build(name: str) -> ExitPolicy:
+    return build_policy(ExitRule(policy=name), FITTED)
+
+
+def steps(seed: int = 0, rows: int = ROWS, dtype: torch.dtype = torch.float32) -> list[Observation]:
+    """Rows that settle: latent and logits contract by 0.4 per recurrence, each from its own start."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(width: int) -> Tensor:
+        return torch.randn(rows, width, generator=generator)
+
+    goal, offset, logits, shift = draw(D_MODEL), draw(D_MODEL), draw(VOCAB), 2 * draw(VOCAB)
+    latents = [(goal + 0.4**r * offset).to(dtype) for r in range(HORIZON + 1)]
+    return [
+        Observation(
+            r=r,
+            latent=latents[r],
+            previous=latents[r - 1],
+            logits=(logits + 0.4**r * shift).to(dtype),
+        )
+        for r in range(1, HORIZON + 1)
+    ]
+
+
+def empty(policy: ExitPolicy, rows: int = ROWS) -> Tensor:
+    return torch.zeros(rows, policy.memory_width(VOCAB, D_MODEL))
+
+
+def scores(policy: ExitPolicy, seen: list[Observation]) -> Tensor:
+    memory, out = empty(policy, len(seen[0].latent)), []
+    for observation in seen:
+        score, memory = policy.score(observation, memory)
+        out.append(score)
+    return torch.stack(out, dim=1)
+
+
+def pick(observation: Observation, rows: list[int]) -> Observation:
+    r = observation.r if isinstance(observation.r, int) else observation.r[rows]
+    return Observation(
+        r=r,
+        latent=observation.latent[rows],
+        previous=observation.previous[rows],
+        logits=None if observation.logits is None else observation.logits[rows],
+    )
+
+
+@pytest.mark.parametrize("name", EXITS)
+def test_the_table_and_the_policy_agree_on_the_name(name):
+    assert EXITS[name].name == name
+    assert isinstance(EXITS[name].reads, Reads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", LIVE)
+def test_scores_are_float32_one_per_row_and_memory_keeps_its_shape(name, dtype):
+    policy = build(name)
+    memory = empty(policy)
+    for observation in steps(dtype=dtype):
+        score, memory = policy.score(observation, memory)
+        assert score.shape == (ROWS,)
+        assert score.dtype == torch.float32
+        assert not score.isnan().any()
+        assert memory.shape == (ROWS, policy.memory_width(VOCAB, D_MODEL))
+        assert memory.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_what_a_policy_does_not_read_it_does_not_need(name):
+    policy = build(name)
+    if policy.reads is Reads.LOGITS:
+        return
+    full = steps()
+    blind = [Observation(r=o.r, latent=o.latent, previous=o.previous) for o in full]
+    assert torch.equal(scores(policy, full), scores(policy, blind))
+
+
+@pytest.mark.parametrize("name", ["kl", "latent-change"])
+def test_lower_is_more_settled(name):
+    found = scores(build(name), steps())
+    assert (found[:, 2:] < found[:, 1:-1]).all()
+    assert (found >= 0).all()
+
+
+@pytest.mark.parametrize("name", ["kl", "fixed"])
+def test_nothing_can_be_said_at_recurrence_one(name):
+    assert torch.isposinf(scores(build(name), steps())[:, 0]).all()
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_a_latent_that_stands_still_scores_no_higher_than_one_that_moves(name):
+    policy = build(name)
+    moving = steps()
+    still = [Observation(r=o.r, latent=o.latent, previous=o.latent, logits=o.logits) for o in moving]
+    assert (scores(policy, still) <= scores(policy, moving)).all()
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_a_row_does_not_care_who_shares_its_batch(name):
+    """Alone, in another order, twice, and joined by strangers in the middle of the run."""
+    policy, seen = build(name), steps()
+    whole = scores(policy, seen)
+    for row in range(ROWS):
+        alone = scores(policy, [pick(o, [row]) for o in seen])
+        assert alone == pytest.approx(whole[row : row + 1], rel=1e-5, abs=1e-7)
+    order = [5, 0, 0, 3]
+    assert scores(policy, [pick(o, order) for o in seen]) == pytest.approx(
+        whole[order], rel=1e-5, abs=1e-7
+    )
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_rows_leave_and_join_with_their_memory(name):
+    """Half of the rows stop after recurrence 2; a stranger at recurrence 1 takes a seat."""
+    policy, seen, strangers = build(name), steps(), steps(seed=9)
+    whole, theirs = scores(policy, seen), scores(policy, strangers)
+    memory = empty(policy)
+    for observation in seen[:2]:
+        _, memory = policy.score(observation, memory)
+    stay, joins = [6, 1, 4], 2
+    memory = torch.cat([memory[stay], empty(policy, 1)])
+    for turn in range(2, HORIZON):
+        old, new = pick(seen[turn], stay), pick(strangers[turn - 2], [joins])
+        mixed = Observation(
+            r=torch.tensor([turn + 1] * 3 + [turn - 1]),
+            latent=torch.cat([old.latent, new.latent]),
+            previous=torch.cat([old.previous, new.previous]),
+            logits=torch.cat([old.logits, new.logits]),
+        )
+        score, memory = policy.score(mixed, memory)
+        assert score[:3] == pytest.approx(whole[stay, turn], rel=1e-5, abs=1e-7)
+        assert score[3:] == pytest.approx(theirs[[joins], turn - 2], rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_a_policy_keeps_nothing_of_its_own(name):
+    """The same object serves two runs in turn, and the caller's memory is not written to."""
+    policy, seen = build(name), steps()
+    first = scores(policy, seen)
+    memory = empty(policy)
+    before = memory.clone()
+    policy.score(seen[0], memory)
+    assert torch.equal(memory, before)
+    assert torch.equal(scores(policy, seen), first)
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_no_rows_are_no_trouble(name):
+    policy = build(name)
+    score, memory = policy.score(pick(steps()[1], []), empty(policy, 0))
+    assert score.shape == (0,)
+    assert memory.shape[0] == 0
+
+
+@pytest.mark.parametrize("name", LOOKAHEAD)
+def test_an_oracle_refuses_to_decide(name):
+    policy = build(name)
+    with pytest.raises(ExitError, match=f"'{name}' needs later recurrences"):
+        policy.score(steps()[0], empty(policy))
