@@ -49,17 +49,28 @@ class Yardstick:
         return self.loss.shape[1]
 
     def uniform_depth_at(self, nats: float) -> float:
-        """Smallest uniform depth of that mean loss, linear between depths.
+        """Smallest uniform depth of that mean loss; see :func:`equal_depth`."""
+        return float(equal_depth(np.array([nats]), self.loss.mean(axis=0)[None])[0])
 
-        1 where depth 1 is already as good; where no depth is, the depth of the lowest loss.
-        """
-        curve = np.minimum.accumulate(self.loss.mean(axis=0))
-        if nats >= curve[0]:
-            return 1.0
-        if nats <= curve[-1]:
-            return float(np.flatnonzero(curve <= curve[-1])[0] + 1)
-        i = int(np.flatnonzero(curve <= nats)[0])
-        return i + float((curve[i - 1] - nats) / (curve[i - 1] - curve[i]))
+
+def equal_depth(nats: NDArray, curves: NDArray) -> NDArray[np.float64]:
+    """Smallest uniform depth of the same mean loss, linear between depths.
+
+    1 where depth 1 is already as good; where no depth is, the first depth of the lowest loss.
+
+    Args:
+        nats: ``(n,)`` mean losses.
+        curves: ``(n, max_depth)`` mean loss at each uniform depth.
+    """
+    best = np.minimum.accumulate(curves, axis=1)
+    goal = np.maximum(nats, best[:, -1])
+    after = (best <= goal[:, None]).argmax(axis=1)  # index of the first depth that is as good
+    rows = np.arange(len(nats))
+    before = np.maximum(after - 1, 0)
+    high, low = best[rows, before], best[rows, after]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        part = np.where(high > low, (high - goal) / (high - low), 0.0)
+    return np.where(after == 0, 1.0, before + 1 + np.clip(part, 0.0, 1.0))
 
 
 def replay(score: NDArray, rule: ExitRule) -> NDArray[np.int64]:
@@ -93,27 +104,31 @@ def score_point(
         reads_logits: the rule ran coda and head at every recurrence, and is charged for it.
     """
     full = yardstick.max_depth
-    delta = loss - yardstick.loss[:, -1]
-    sums = block_sums(delta, yardstick.block)
-    low, high = sums.interval()
-    mean_depth = float(depth.mean())
-    nats = float(loss.mean())
+    columns = np.column_stack([loss - yardstick.loss[:, -1], loss, depth, yardstick.loss])
+    sums = block_sums(columns, yardstick.block)
+    resampled = sums.resampled_means()
+    low, high = np.quantile(resampled[:, 0], [0.025, 0.975])
+    gains = equal_depth(resampled[:, 1], resampled[:, 3:]) / resampled[:, 2]
+    gain_low, gain_high = np.quantile(gains, [0.025, 0.975])
+    delta, nats, mean_depth = (float(x) for x in sums.mean[:3])
+    equal = float(equal_depth(sums.mean[1:2], sums.mean[None, 3:])[0])
     reads = mean_depth - 1 if reads_logits else 0.0
-    equal = yardstick.uniform_depth_at(nats)
     costs = yardstick.costs
     return {
         "mean_depth": mean_depth,
         "p95_depth": float(np.quantile(depth, 0.95)),
         "loss_nats": nats,
-        "delta_nats": float(sums.mean[0]),
-        "delta_low": float(low[0]),
-        "delta_high": float(high[0]),
+        "delta_nats": delta,
+        "delta_low": float(low),
+        "delta_high": float(high),
         "argmax_agreement": float((argmax == yardstick.argmax[:, -1]).mean()),
         "charged_flops": costs.forward(mean_depth, reads),
         "charged_share": costs.forward(mean_depth, reads) / costs.forward(full),
         "cap": costs.cap(full, mean_depth),
         "equal_uniform_depth": equal,
         "allocation_gain": equal / mean_depth,
+        "gain_low": float(gain_low),
+        "gain_high": float(gain_high),
     }
 
 

@@ -28,10 +28,10 @@ class BlockSums:
 
     def resampled_means(self, seed: int = 0, n: int = N_RESAMPLES) -> NDArray[np.float64]:
         """Means over ``n`` draws of blocks with replacement, ``(n, columns)``."""
+        blocks = len(self.counts)
         rng = np.random.default_rng(seed)
-        picks = rng.integers(len(self.counts), size=(n, len(self.counts)))
-        weights = np.zeros((n, len(self.counts)))
-        np.add.at(weights, (np.arange(n)[:, None], picks), 1.0)
+        # How often each block is drawn: the same law as drawing one by one, in one call.
+        weights = rng.multinomial(blocks, np.full(blocks, 1 / blocks), size=n).astype(np.float64)
         return (weights @ self.sums) / (weights @ self.counts)[:, None]
 
     def interval(self, seed: int = 0) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

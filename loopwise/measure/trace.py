@@ -39,6 +39,7 @@ _BLOCK_FIELDS = ("token_ids", "targets", "document_ids", "positions", "hops")
 PER_TOKEN = ("token", "target", "block", "column", "position", "hops")
 PER_RECURRENCE = (
     "loss",  # next-token cross-entropy, nats
+    "null_loss",  # the same with a label drawn from the last distribution: chance alone, nats
     "kl_prev",  # KL(p_r || p_{r-1}), nats; +inf at r = 1
     "kl_last",  # KL(p_r || p_horizon), nats
     "change",  # ||h_r - h_{r-1}|| / ||h_r||
@@ -217,6 +218,7 @@ def _trace_rows(
         hiddens: what the head reads after each, horizon tensors ``(rows, d_model)``.
     """
     last = model.head(hiddens[-1]).float().log_softmax(dim=-1)
+    labels = torch.stack((targets, _draw_labels(last)), dim=1)  # the true one, one by chance
     before: Tensor | None = None
     step_before: Tensor | None = None
     memories = [
@@ -229,7 +231,7 @@ def _trace_rows(
         log_p = logits.log_softmax(dim=-1)
         step = latents[r].float() - latents[r - 1].float()
         values = {
-            **_output_columns(log_p, before, last, targets),
+            **_output_columns(log_p, before, last, labels),
             **_latent_columns(latents[r].float(), step, step_before),
         }
         seen = Observation(r=r, latent=latents[r], previous=latents[r - 1], logits=logits)
@@ -242,16 +244,25 @@ def _trace_rows(
     return {name: torch.stack(parts, dim=1) for name, parts in columns.items()}
 
 
+def _draw_labels(log_p: Tensor) -> Tensor:
+    """One label per row from its own distribution, ``(rows,)``; the same at every call."""
+    generator = torch.Generator(device=log_p.device).manual_seed(0)
+    return torch.multinomial(log_p.exp(), 1, generator=generator).squeeze(1)
+
+
 def _output_columns(
-    log_p: Tensor, before: Tensor | None, last: Tensor, targets: Tensor
+    log_p: Tensor, before: Tensor | None, last: Tensor, labels: Tensor
 ) -> dict[str, Tensor]:
     """What log-probabilities ``(rows, vocab)`` say; ``before`` is None at r = 1."""
     p = log_p.exp()
     best, index = log_p.topk(min(2, log_p.shape[-1]), dim=-1)
-    unknown = log_p.new_full(targets.shape, torch.inf)
+    loss, null_loss = (-log_p.gather(1, labels)).unbind(dim=1)
     return {
-        "loss": -log_p.gather(1, targets.unsqueeze(1)).squeeze(1),
-        "kl_prev": unknown if before is None else step_kl(log_p, before, p),
+        "loss": loss,
+        "null_loss": null_loss,
+        "kl_prev": torch.full_like(loss, torch.inf)
+        if before is None
+        else step_kl(log_p, before, p),
         "kl_last": step_kl(log_p, last, p),
         "margin": best[:, 0].exp() - best[:, -1].exp(),
         "entropy": -torch.linalg.vecdot(p, log_p),

@@ -14,7 +14,7 @@ Draw = Callable[[str, Figure, str], Html]  # (file name, drawing, caption) -> fi
 Event = dict[str, Any]
 Convergence = dict[str, Any]
 
-_STRAGGLERS = 10.0  # mean over median of the last latent change from which the mean misleads
+_STRAGGLERS = 0.005  # share of tokens still moving at the horizon that is worth a sentence
 _DEPTHS = (
     ("settled", "settled for good"),
     ("first_crossing", "first crossing"),
@@ -83,7 +83,7 @@ def convergence(looped: list[Convergence], draw: Draw) -> Html:
     ]
     head = ["corpus", "contraction per recurrence", "converges", "KL at 2", "at 8", "at 16"]
     caption = (
-        "Contraction: geometric mean of the ratios of successive mean latent changes from "
+        "Contraction: geometric mean of the ratios of successive median latent changes from "
         "recurrence 3 on, while the change is above rounding. KL in nats, to the previous."
     )
     numbers = table(head, rows, note=caption)
@@ -203,15 +203,15 @@ def loss_optimal(looped: list[Convergence]) -> Html:
     rows = []
     for c in looped:
         best = c["loss_optimal"]
-        over, std = best["headroom_over_null_nats"], best["null_std_nats"]
+        over = best["over_null_nats"]
         rows.append(
             [
                 c["corpus"],
                 words.number(best["mean_depth"]),
                 words.number(best["headroom_nats"], 4),
-                f"{words.number(best['null_headroom_nats'], 4)} ± {words.number(std, 4)}",
-                words.signed(over),
-                "above the null" if over > 2 * std else "no more than noise",
+                words.number(best["null_headroom_nats"], 4),
+                f"{words.signed(over['mean'])} ({words.interval(over['low'], over['high'], 4)})",
+                _against_null(over),
             ]
         )
     head = [
@@ -219,27 +219,32 @@ def loss_optimal(looped: list[Convergence]) -> Html:
         "mean loss-optimal depth",
         "headroom, nats",
         "null, nats",
-        "above the null",
-        "reading (2 sd)",
+        "above the null (95%)",
+        "reading",
     ]
     lead = (
         "The depth with the lowest loss on the true next token is not where a token settles. An "
         "oracle that picks it gains over the best uniform depth even in pure noise, so its "
-        "headroom stands beside a permutation null: each token's deviation from the mean curve "
-        "with a random sign."
+        "headroom stands beside a null: each true next token exchanged for a draw from the model's "
+        "own last distribution, so that what remains is chance."
     )
     return section("Loss-optimal depth", "loss-optimal", paragraph(lead), table(head, rows))
 
 
+def _against_null(over: dict[str, float]) -> str:
+    if over["low"] > 0:
+        return "above chance"
+    return "below the null" if over["high"] < 0 else "no more than chance"
+
+
 def _stragglers(c: Convergence) -> str:
-    """Says so where the mean is carried by tokens that keep moving after most have stopped."""
-    mean, median = (c["curves"]["change"][k][-1] for k in ("mean", "median"))
-    if not mean or median is None or mean < _STRAGGLERS * median:
+    """Says so where some tokens keep moving after most have stopped."""
+    found = c["contraction"]
+    if found["moving_share"] < _STRAGGLERS:
         return ""
     return (
-        f"On {c['corpus']} a minority of tokens keeps moving: at recurrence {c['horizon']} the mean "
-        f"latent change is {words.small(mean)}, the median {words.small(median)}, so the "
-        "contraction of the mean understates that of most tokens."
+        f"On {c['corpus']}, {words.percent(found['moving_share'], 1)} of tokens still change their "
+        f"latent by more than {words.percent(found['moving_change'])} at recurrence {c['horizon']}."
     )
 
 

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from loopwise.errors import RunFolderError
 from loopwise.report.palette import in_order
 
@@ -110,29 +108,6 @@ def budget_rows(frontier: dict[str, Any]) -> Iterator[tuple[str, str, float, Poi
             for meaning in ("uniform", "replayed", "live"):
                 if (policy, meaning, budget) in known:
                     yield policy, meaning, budget, known[policy, meaning, budget]
-
-
-def uniform_delta(frontier: dict[str, Any]) -> list[float]:
-    """Loss above full depth of every uniform depth, nats."""
-    return [p["delta_nats"] for p in frontier["policies"]["fixed"]["uniform"]]
-
-
-def gain_range(point: Point, delta: list[float]) -> tuple[float, float]:
-    """Allocation gain were the point's loss at either end of its 95% interval.
-
-    The uniform curve is taken as it is, so this is the share of the uncertainty that comes from
-    what the exits cost; it fits points measured on the same tokens as the curve.
-
-    Args:
-        delta: loss above full depth of every uniform depth, nats.
-    """
-    curve = np.minimum.accumulate(delta)
-    falls = np.concatenate([[True], np.diff(curve) < 0])
-    depths = np.flatnonzero(falls) + 1.0
-    high, low = np.interp(
-        [point["delta_low"], point["delta_high"]], curve[falls][::-1], depths[::-1]
-    )
-    return float(low / point["mean_depth"]), float(high / point["mean_depth"])
 
 
 def share_of_cap(point: Point) -> float:

@@ -60,7 +60,6 @@ def allocation_gain(frontier: Frontier) -> Figure:
     )
     ax.axhline(1.0, color=policy_style("fixed").colour, linewidth=1.4)
     shown: list[float] = [1.0]
-    delta = facts.uniform_delta(frontier)
     for name in in_order(list(frontier["policies"])):
         if name == "fixed":
             continue
@@ -68,8 +67,8 @@ def allocation_gain(frontier: Frontier) -> Figure:
         points = _inside(frontier["policies"][name].get("replayed", []))
         if points:
             gain = np.array([p["allocation_gain"] for p in points])
-            ranges = np.array([facts.gain_range(p, delta) for p in points])
-            error = np.maximum([gain - ranges[:, 0], ranges[:, 1] - gain], 0)
+            low, high = (np.array([p[k] for p in points]) for k in ("gain_low", "gain_high"))
+            error = np.maximum([gain - low, high - gain], 0)
             x = [p["delta_nats"] for p in points]
             ax.errorbar(x, gain, yerr=error, fmt="none", ecolor=style.colour, alpha=0.35, lw=0.8)
             ax.plot(x, gain, label=style.label, **_line(style))

@@ -89,15 +89,19 @@ def _kl(c: Convergence) -> Row:
         per = (deep / two) ** (1 / 14)
         theirs = (PAPER_KL[16] / PAPER_KL[2]) ** (1 / 14)
         why = (
-            f"KL shrinks to {per:.2f} of itself per recurrence here, {theirs:.2f} in the paper: "
-            f"this loop contracts {'faster' if per < theirs else 'more slowly'}"
+            f"from 2 to 16 KL shrinks to {per:.2f} of itself per recurrence here, {theirs:.2f} in "
+            f"the paper: {_pace(per, theirs)}; at {c['horizon']} it is {words.small(curve[-1])}"
         )
-        if deep < 1e-6:
-            why += "; below 1e-6 nats rounding sets the value"
     else:
         here = f"{words.small(two)} at 2; horizon {c['horizon']}"
         why = "16 recurrences were not measured" if deep is None else "no change left at 16"
     return _what("KL to the previous recurrence", c), paper, here, _sentence([why])
+
+
+def _pace(ours: float, theirs: float) -> str:
+    if abs(ours - theirs) < 0.01:
+        return "the same pace"
+    return f"this loop contracts {'faster' if ours < theirs else 'more slowly'}"
 
 
 def _settled(c: Convergence) -> Row:

@@ -17,10 +17,9 @@ def answer(frontier: Frontier, policy: str) -> str:
     point = facts.at_budget(frontier, policy, "replayed", budget)
     if point is None:
         return f" {name} shows no saving."
-    low, high = facts.gain_range(point, facts.uniform_delta(frontier))
-    replayed = "yes" if low > 1 else "no" if high < 1 else "too close to tell"
+    replayed = _beats(point)
     live = facts.at_budget(frontier, policy, "live", budget)
-    lived = "not met or not measured" if live is None else _by_the_mean(live["allocation_gain"])
+    lived = "not met or not measured" if live is None else _beats(live)
     uniform = facts.at_budget(frontier, "fixed", "uniform", budget)
     cheaper = uniform is None or point["charged_share"] < uniform["charged_share"]
     return (
@@ -39,21 +38,22 @@ def sentences(frontier: Frontier, policy: str) -> list[str]:
     uniform = facts.at_budget(frontier, "fixed", "uniform", budget)
     if point is None:
         return [f"{name} never came within {budget:g} nats of uniform depth {full}."]
-    low, high = facts.gain_range(point, facts.uniform_delta(frontier))
+    low, high = point["gain_low"], point["gain_high"]
     depth = [
         f"{name} stays within {budget:g} nats of uniform depth {full} at "
         f"{words.number(point['mean_depth'])} recurrences on average (replayed);",
         f"the same loss takes {words.number(point['equal_uniform_depth'])} from every token, an "
         f"allocation gain of {words.number(point['allocation_gain'])} "
-        f"({words.interval(low, high)} over the 95% interval of its loss).",
+        f"({words.interval(low, high)} 95% interval).",
     ]
     return [*depth, *_live(frontier, policy, budget), *_compute(frontier, point, uniform)]
 
 
-def _by_the_mean(gain: float) -> str:
-    """Live points come without an interval of the gain; a tie at the shown precision is a tie."""
-    shown = round(gain, 2)
-    return "no difference" if shown == 1 else f"{_yes(shown > 1)}, by the mean"
+def _beats(point: dict[str, Any]) -> str:
+    """Whether the 95% interval of the allocation gain lies on one side of 1."""
+    if point["gain_low"] > 1:
+        return "yes"
+    return "no" if point["gain_high"] < 1 else "too close to tell"
 
 
 def _yes(claim: bool) -> str:
@@ -70,7 +70,8 @@ def _live(frontier: Frontier, policy: str, budget: float) -> list[str]:
         return [f"With live exits the budget was not met ({tried})."]
     return [
         f"With live exits it takes {words.number(point['mean_depth'])}, allocation gain "
-        f"{words.number(point['allocation_gain'])} ({tried})."
+        f"{words.number(point['allocation_gain'])} "
+        f"({words.interval(point['gain_low'], point['gain_high'])}; {tried})."
     ]
 
 
