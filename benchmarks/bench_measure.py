@@ -52,6 +52,7 @@ def traced_memory(documents: int) -> float:
         corpus="stories",
         text_hash=blocks.store.text_hash,
         trained_mean_depth=None,
+        trained_depths=None,
     )
     before = peak_memory_gib(torch.device("cpu"))
     with tempfile.TemporaryDirectory() as folder:

@@ -10,6 +10,7 @@ LoopwiseError                one line for a person: what, the value, what is all
 ├── CheckpointError          a checkpoint that is missing, broken, foreign or newer
 ├── TraceError               a trace that is missing, broken or of another checkpoint
 ├── RunFolderError           an output folder that holds something else
+├── DivergenceError          a latent that grows without bound over the recurrences
 ├── NonFiniteError           a loss or a gradient that is not a number
 └── MissingExtraError        an optional dependency that is not installed
 
@@ -58,6 +59,10 @@ class TraceError(LoopwiseError):
 
 class RunFolderError(LoopwiseError):
     """An output folder already holds another run."""
+
+
+class DivergenceError(LoopwiseError):
+    """A latent stopped being finite at some recurrence."""
 
 
 class NonFiniteError(LoopwiseError):

@@ -241,7 +241,10 @@ _TABLES = st.recursive(
 
 
 @settings(deadline=None)
-@given(st.dictionaries(st.sampled_from("abc"), _TABLES), st.dictionaries(st.sampled_from("abc"), _TABLES))
+@given(
+    st.dictionaries(st.sampled_from("abc"), _TABLES),
+    st.dictionaries(st.sampled_from("abc"), _TABLES),
+)
 def test_merge_keeps_both_and_changes_neither(base, over):
     copies = json.dumps(base), json.dumps(over)
     out = merge(base, over)

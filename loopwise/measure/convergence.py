@@ -6,6 +6,7 @@ does not settle within the horizon gets depth horizon + 1.
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -45,6 +46,11 @@ def loss_by_recurrence(loss: NDArray, block: NDArray) -> dict[str, list[float]]:
     sums = block_sums(loss, block)
     low, high = sums.interval()
     return {"mean": sums.mean.tolist(), "low": low.tolist(), "high": high.tolist()}
+
+
+def is_monotone(means: list[float], tolerance: float = 1e-3) -> bool:
+    """Whether loss never rises by more than ``tolerance`` nats from one depth to the next."""
+    return all(b <= a + tolerance for a, b in itertools.pairwise(means))
 
 
 def saturation_depth(
@@ -171,7 +177,7 @@ def summarise(trace: Trace, tokenizer: Tokenizer, epsilon: float) -> dict[str, A
     loss, kl, block, argmax = trace["loss"], trace["kl_prev"], trace["block"], trace["argmax"]
     depth = settled_depth(kl, epsilon)
     mean_depth = trace.header["trained_mean_depth"]
-    at_mean = round(mean_depth) if mean_depth else trace.horizon
+    at_mean = min(round(mean_depth), trace.horizon) if mean_depth else trace.horizon
     n_bytes = trace.header["n_bytes"]
     to_bpb = trace.n_tokens / n_bytes / math.log(2) if n_bytes else math.nan
     losses = loss_by_recurrence(loss, block)
@@ -182,6 +188,10 @@ def summarise(trace: Trace, tokenizer: Tokenizer, epsilon: float) -> dict[str, A
         "epsilon": epsilon,
         "trained_mean_depth": mean_depth,
         "loss_nats": losses,
+        "trained_depths": trace.header["trained_depths"],
+        "monotone_to_training_mean": is_monotone(losses["mean"][:at_mean]),
+        "monotone_to_horizon": is_monotone(losses["mean"]),
+        "rise_after_best_nats": losses["mean"][-1] - min(losses["mean"]),
         "bits_per_byte": [x * to_bpb for x in losses["mean"]],
         "curves": _curves(trace),
         "argmax_agreement": (argmax == argmax[:, -1:]).mean(axis=0).tolist(),
@@ -200,7 +210,7 @@ def summarise(trace: Trace, tokenizer: Tokenizer, epsilon: float) -> dict[str, A
 def _curves(trace: Trace) -> dict[str, dict[str, list[float | None]]]:
     """Mean, median and 10-90% range of each quantity at each recurrence; null where undefined."""
     out = {}
-    for name in ("kl_prev", "kl_last", "change", "second", "cosine", "margin", "entropy"):
+    for name in ("kl_prev", "kl_last", "rms", "change", "second", "cosine", "margin", "entropy"):
         values = trace[name].astype(np.float64)
         values[~np.isfinite(values)] = np.nan
         defined = np.isfinite(values).any(axis=0)

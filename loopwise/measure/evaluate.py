@@ -50,6 +50,18 @@ def trajectory(
         yield r, latent, view
 
 
+def latents_at(model: LoopedLM, batch: TokenBatch, recurrences: Iterable[int]) -> dict[int, Tensor]:
+    """Latents ``(batch, seq, d_model)`` after the asked recurrences; no other is kept.
+
+    Raises:
+        DepthError: a recurrence the model cannot run.
+    """
+    wanted = set(recurrences)
+    check_depths(model, wanted)
+    run = trajectory(model, batch, max(wanted, default=0))
+    return {r: latent for r, latent, _ in run if r in wanted}
+
+
 def batches(blocks: PackedBlocks, size: int, limit: int | None = None) -> Iterator[TokenBatch]:
     """The blocks of epoch 0 in order, ``size`` at a time, at most ``limit`` blocks."""
     total = blocks.n_blocks if limit is None else min(limit, blocks.n_blocks)

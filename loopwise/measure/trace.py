@@ -22,7 +22,7 @@ from torch import Tensor
 
 from loopwise.data import PackedBlocks, TokenBatch
 from loopwise.data.packing import NO_TARGET
-from loopwise.errors import RunFolderError, TraceError
+from loopwise.errors import DivergenceError, RunFolderError, TraceError
 from loopwise.exits.base import ExitPolicy, Observation
 from loopwise.exits.kl import step_kl
 from loopwise.measure.evaluate import check_depths, trajectory
@@ -42,6 +42,7 @@ PER_RECURRENCE = (
     "null_loss",  # the same with a label drawn from the last distribution: chance alone, nats
     "kl_prev",  # KL(p_r || p_{r-1}), nats; +inf at r = 1
     "kl_last",  # KL(p_r || p_horizon), nats
+    "rms",  # root mean square of the latent h_r
     "change",  # ||h_r - h_{r-1}|| / ||h_r||
     "second",  # ||(h_r - h_{r-1}) - (h_{r-1} - h_{r-2})|| / ||h_r||; +inf at r = 1
     "cosine",  # of (h_r - h_{r-1}) with (h_{r-1} - h_{r-2}); NaN at r = 1
@@ -60,6 +61,7 @@ class TraceInfo:
     corpus: str
     text_hash: str
     trained_mean_depth: float | None
+    trained_depths: tuple[int, int] | None  # smallest and largest depth training could draw
 
 
 class Trace:
@@ -183,11 +185,19 @@ def trace_batch(
 
     Rows are the batch's targets in reading order. What all recurrences left is kept for this batch,
     so that the distance to the last distribution needs no second pass through the core.
+
+    Raises:
+        DivergenceError: a latent stopped being finite; names the recurrence.
     """
     rows = (batch.targets.flatten() != NO_TARGET).nonzero().squeeze(-1)
     targets = batch.targets.flatten()[rows]
     latents, hiddens = [], []
     for r, latent, view in trajectory(model, batch, horizon):
+        if not bool(latent.isfinite().all()):
+            raise DivergenceError(
+                f"the latent stops being finite at recurrence {r}: this model diverges there; "
+                f"measure to a horizon of at most {r - 1}"
+            )
         if r == 1:
             injection = model.prelude(batch.token_ids, view)
             initial = model.initial_latent(injection, row_seeds(batch.positions))
@@ -280,7 +290,8 @@ def _latent_columns(now: Tensor, step: Tensor, step_before: Tensor | None) -> di
         second = (step - step_before).norm(dim=-1) / size
         product = (length * step_before.norm(dim=-1)).clamp_min(1e-20)
         cosine = (step * step_before).sum(dim=-1) / product
-    return {"change": length / size, "second": second, "cosine": cosine}
+    rms = size / now.shape[-1] ** 0.5
+    return {"rms": rms, "change": length / size, "second": second, "cosine": cosine}
 
 
 def _token_columns(batch: TokenBatch, first_block: int) -> dict[str, Tensor]:

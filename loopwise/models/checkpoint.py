@@ -66,6 +66,12 @@ class Checkpoint:
         return self.training.get("depth", {}).get("true_mean")
 
     @property
+    def trained_depths(self) -> tuple[int, int] | None:
+        """Smallest and largest depth training could draw."""
+        depth = self.training.get("depth", {})
+        return (depth["min"], depth["max"]) if "min" in depth else None
+
+    @property
     def trained_max_depth(self) -> int | None:
         return self.training.get("depth", {}).get("p99")
 

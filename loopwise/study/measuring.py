@@ -61,6 +61,7 @@ def measure_stage(
             corpus=name,
             text_hash=blocks.store.text_hash,
             trained_mean_depth=checkpoint.trained_mean_depth,
+            trained_depths=checkpoint.trained_depths,
         )
 
         def report(done: int, total: int, name: str = name) -> None:

@@ -93,6 +93,7 @@ class DepthSampler:
             "median": self.quantile(0.5),
             "p95": self.quantile(0.95),
             "p99": self.quantile(0.99),
+            "min": int(np.flatnonzero(self.pmf)[0] + 1),
             "max": int(np.flatnonzero(self.pmf)[-1] + 1),
             "backprop_depth": self.config.backprop_depth,
         }

@@ -116,7 +116,9 @@ def test_nothing_can_be_said_at_recurrence_one(name):
 def test_a_latent_that_stands_still_scores_no_higher_than_one_that_moves(name):
     policy = build(name)
     moving = steps()
-    still = [Observation(r=o.r, latent=o.latent, previous=o.latent, logits=o.logits) for o in moving]
+    still = [
+        Observation(r=o.r, latent=o.latent, previous=o.latent, logits=o.logits) for o in moving
+    ]
     assert (scores(policy, still) <= scores(policy, moving)).all()
 
 
