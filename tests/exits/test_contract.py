@@ -29,7 +29,7 @@ def build(name: str) -> ExitPolicy:
 
 
 def steps(seed: int = 0, rows: int = ROWS, dtype: torch.dtype = torch.float32) -> list[Observation]:
-    """Rows that settle: latent and logits contract by 0.4 per recurrence, each from its own start."""
+    """Rows that settle: latent and logits contract by 0.4 per recurrence, each on its own."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(width: int) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 
 from loopwise.data import PackedBlocks, TokenBatch
 from loopwise.data.packing import NO_TARGET
-from loopwise.errors import DepthError, LoopwiseError, RunFolderError, TraceError
+from loopwise.errors import DepthError, DivergenceError, LoopwiseError, RunFolderError, TraceError
 from loopwise.exits.base import Observation
 from loopwise.exits.fixed import FixedDepth
 from loopwise.exits.kl import StepKL
@@ -34,6 +34,7 @@ INFO = TraceInfo(
     corpus="stories",
     text_hash="def",
     trained_mean_depth=4.0,
+    trained_depths=(1, 12),
 )
 PROBE = Probe(weight=torch.linspace(-1, 1, 32), bias=0.1, mean=torch.zeros(32), std=torch.ones(32))
 POLICIES = [StepKL(), LatentChange(), PROBE, FixedDepth()]
@@ -113,8 +114,44 @@ def test_output_columns_equal_float64_ones(found, made):
     assert made["target"].tolist() == found["targets"].tolist()
 
 
+def test_the_null_label_is_one_token_drawn_from_the_last_distribution(found, made):
+    """The same label at every recurrence; on average it costs the entropy."""
+    log_p = found["logits"].log_softmax(-1)
+    gap = (-log_p - torch.from_numpy(made["null_loss"])[..., None]).abs().amax(dim=1)
+    assert gap.min(dim=1).values.max() < 1e-4, "no single label has these losses"
+    last = log_p[:, -1]
+    entropy = -(last.exp() * last).sum(-1)
+    spread = ((last.exp() * last.square()).sum(-1) - entropy.square()).mean().sqrt()
+    error = abs(float(made["null_loss"][:, -1].mean() - entropy.mean()))
+    assert error < 4 * float(spread) / made.n_tokens**0.5
+
+
+def test_null_labels_of_different_tokens_are_drawn_apart(few, tmp_path):
+    """All tokens get one flat distribution: if draws repeat, luck never averages out.
+
+    Losses at r = 1 are those of a ramp, which tells the labels apart.
+    """
+    model = make_model()
+    ramp = torch.linspace(0, 5, 258)
+
+    def hidden(latent, r, view):
+        return torch.full_like(latent, float(r == 1))
+
+    def head(hidden):
+        return hidden[..., :1] * ramp
+
+    model.hidden, model.head = hidden, head
+    trace = write_trace(model, few, tmp_path / "t", INFO, horizon=2, limit=40)
+    label = trace["null_loss"][:, 0]
+    n = trace_module._CHUNK_ROWS
+    assert len(label) >= 4 * n
+    same = np.mean(label[:n] == label[n : 2 * n])
+    assert same < 0.1, f"every {n} tokens the same labels are drawn again"
+
+
 def test_latent_columns_equal_their_formulas(found, made):
     h = found["latents"].double().numpy()
+    assert made["rms"] == pytest.approx(np.sqrt((h**2).mean(axis=-1)), rel=1e-5)
     step = np.diff(h, axis=1)
     size = np.linalg.norm(h, axis=-1)
     change = np.linalg.norm(step, axis=-1) / size[:, 1:]
@@ -192,6 +229,7 @@ def test_the_header_says_what_was_run(few, made):
         "corpus": "stories",
         "text_hash": "def",
         "trained_mean_depth": 4.0,
+        "trained_depths": [1, 12],
         "n_bytes": int((made["target"] < 256).sum()),
         "horizon": HORIZON,
         "dtype": "float32",
@@ -222,7 +260,7 @@ def test_streaming_in_small_pieces_reads_as_one(model, few, made, tmp_path, monk
     assert seen == [(i, few.n_blocks) for i in range(1, few.n_blocks + 1)]
     for name in PER_TOKEN:
         assert np.array_equal(small[name], made[name]), name
-    for name in ("loss", "kl_prev", "change", "score.probe"):
+    for name in ("loss", "kl_prev", "rms", "change", "score.probe", "null_loss"):
         assert small[name] == pytest.approx(made[name], abs=1e-5), name
     for field in fields(TokenBatch):
         assert torch.equal(getattr(small.blocks(), field.name), getattr(made.blocks(), field.name))
@@ -260,6 +298,21 @@ def test_a_fixed_model_is_traced_at_horizon_one(few, tmp_path):
     with pytest.raises(DepthError, match="limit of 1"):
         write_trace(model, few, tmp_path / "two", INFO, horizon=2)
     assert not (tmp_path / "two").exists()
+
+
+def test_a_latent_that_grows_without_bound_is_named(few, tmp_path, monkeypatch):
+    model = make_model()
+    step = model.core_step
+
+    def explodes(latent, injection, r, view):
+        return step(latent, injection, r, view) * (float("inf") if r == 3 else 1.0)
+
+    monkeypatch.setattr(model, "core_step", explodes)
+    assert write_trace(model, few, tmp_path / "two", INFO, horizon=2, limit=1).horizon == 2
+    with pytest.raises(DivergenceError, match="recurrence 3.*at most 2"):
+        write_trace(model, few, tmp_path / "three", INFO, horizon=5, limit=1)
+    with pytest.raises(TraceError):
+        Trace(tmp_path / "three")
 
 
 @pytest.mark.parametrize("horizon", [0, -3])
