@@ -16,7 +16,6 @@ from loopwise.errors import LoopwiseError
 
 if TYPE_CHECKING:
     from loopwise.display import Display
-    from loopwise.settings import RunConfig
 
 app = typer.Typer(
     help="Train, measure and serve depth-recurrent language models.",
@@ -237,8 +236,9 @@ def _settings(
     data: list[str] | None,
     held_out: list[str] | None,
     seed: int | None,
-) -> RunConfig:
-    from loopwise.settings import build_config
+) -> dict[str, Any]:
+    """What the command line asks for, as one table."""
+    from loopwise.settings import explicit_table
 
     table: dict[str, Any] = {}
     if data:
@@ -247,7 +247,7 @@ def _settings(
         table.setdefault("data", {})["held_out"] = held_out
     if seed is not None:
         table["seed"] = seed
-    return build_config(preset=preset, file=config, overrides=set_ or (), settings=table)
+    return explicit_table(preset=preset, file=config, overrides=set_ or (), settings=table)
 
 
 def main() -> None:

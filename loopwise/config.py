@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import json
 import tomllib
 import types
 import typing
@@ -16,29 +17,33 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from loopwise.errors import ConfigError
+from loopwise.errors import ConfigError, LoopwiseError
 from loopwise.registry import did_you_mean
 
 T = TypeVar("T")
 
 
-def from_table(cls: type[T], table: Mapping[str, Any], where: str = "") -> T:
+def from_table(
+    cls: type[T], table: Mapping[str, Any], where: str = "", root: type | None = None
+) -> T:
     """Build the dataclass ``cls`` from a table of plain values.
 
     Args:
         cls: a dataclass; fields that are dataclasses themselves are sections.
         table: values as TOML or JSON gives them.
         where: dotted path of this section, for messages.
+        root: the dataclass of all sections, where a misplaced key's home is looked up.
     Raises:
         ConfigError: an unknown key, a wrong type, a missing required key, or what the dataclass
             itself refuses.
     """
     hints = typing.get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
+    root = root or cls
     for key in table:
         if key not in fields:
-            raise ConfigError(_unknown_key(cls, key, where, fields))
-    values = {k: _convert(hints[k], v, f"{where}{k}") for k, v in table.items()}
+            raise ConfigError(_unknown_key(root, key, where, fields))
+    values = {k: _convert(hints[k], v, f"{where}{k}", root) for k, v in table.items()}
     missing = [
         name
         for name, f in fields.items()
@@ -89,8 +94,27 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"no config file {str(path)!r}; check the path") from None
+    except OSError as err:
+        raise ConfigError(f"config file {str(path)!r} cannot be read: {err.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as err:
         raise ConfigError(f"config file {str(path)!r} is not valid TOML: {err}") from None
+
+
+def read_json_object(path: Path, error: type[LoopwiseError]) -> dict[str, Any]:
+    """Parse a file that holds one JSON object.
+
+    Raises:
+        error: it is missing, unreadable, or something else.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as err:
+        raise error(f"{str(path)!r} cannot be read: {err.strerror}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as err:
+        raise error(f"{str(path)!r} is not valid JSON: {err}") from None
+    if not isinstance(value, dict):
+        raise error(f"{str(path)!r} must hold a JSON object")
+    return value
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,34 +139,38 @@ def parse_overrides(items: Sequence[str]) -> dict[str, Any]:
         key, eq, text = item.partition("=")
         parts = key.strip().split(".")
         if not eq or not all(parts):
-            raise ConfigError(f"--set {item!r} is not key=value; for example --set train.lr=3e-4")
+            raise ConfigError(f"--set {item!r} is not key=value; for example --set optim.lr=3e-4")
         try:
-            value = tomllib.loads(f"v = {text}")["v"]
+            parsed = tomllib.loads(f"v = {text}")
         except tomllib.TOMLDecodeError:
-            value = text
+            parsed = {}
+        nested: Any = parsed["v"] if set(parsed) == {"v"} else text
         for part in reversed(parts):
-            value = {part: value}
-        out = merge(out, value)
+            nested = {part: nested}
+        out = merge(out, nested)
     return out
 
 
-def _unknown_key(cls: type, key: str, where: str, fields: Mapping[str, Any]) -> str:
-    hint = did_you_mean(key, fields)
-    if not hint:
-        home = _section_of(cls, key)
-        hint = f"; it belongs in [{home}]" if home else ""
+def _unknown_key(root: type, key: str, where: str, fields: Mapping[str, Any]) -> str:
+    home = _section_of(root, key)
+    hint = f"; it belongs in [{home}];" if home else did_you_mean(key, fields) or ";"
     section = f"section [{where.rstrip('.')}]" if where else "the top level"
-    return f"unknown setting {key!r} in {section}{hint or ''}; known there: {', '.join(fields)}"
+    return f"unknown setting {key!r} in {section}{hint} known there: {', '.join(fields)}"
 
 
-def _section_of(cls: type, key: str) -> str | None:
+def _section_of(cls: type, key: str, path: str = "") -> str | None:
+    """The section below ``cls`` that has a setting of exactly this name."""
     for name, hint in typing.get_type_hints(cls).items():
-        if dataclasses.is_dataclass(hint) and key in {f.name for f in dataclasses.fields(hint)}:
-            return name
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            if key in {f.name for f in dataclasses.fields(hint)}:
+                return f"{path}{name}"
+            found = _section_of(hint, key, f"{path}{name}.")
+            if found:
+                return found
     return None
 
 
-def _convert(hint: Any, value: Any, where: str) -> Any:
+def _convert(hint: Any, value: Any, where: str, root: type | None = None) -> Any:
     """``value`` as ``hint`` asks; int is accepted for float, nothing else is bent."""
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
@@ -152,10 +180,10 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         rest = [h for h in options if h is not type(None)]
         for option in rest[:-1]:
             try:
-                return _convert(option, value, where)
+                return _convert(option, value, where, root)
             except ConfigError:
                 continue
-        return _convert(rest[-1], value, where)
+        return _convert(rest[-1], value, where, root)
     if origin is typing.Literal:
         allowed = typing.get_args(hint)
         if value not in allowed:
@@ -167,11 +195,11 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         args = typing.get_args(hint)
         if not isinstance(value, (list, tuple)):
             raise ConfigError(f"{where}={value!r} must be a list")
-        return tuple(_convert(args[0], v, f"{where}[{i}]") for i, v in enumerate(value))
+        return tuple(_convert(args[0], v, f"{where}[{i}]", root) for i, v in enumerate(value))
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise ConfigError(f"{where}={value!r} must be a section of settings")
-        return from_table(hint, value, f"{where}.")
+        return from_table(hint, value, f"{where}.", root)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         try:
             return hint(value)

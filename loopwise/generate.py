@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ def generate_command(
     """Decode one prompt and print it; returns text, token ids and exit depths."""
     if max_tokens < 0:
         raise ConfigError(f"--max-tokens {max_tokens} must not be negative")
-    if temperature < 0:
-        raise ConfigError(f"--temperature {temperature} must not be negative")
+    if not 0 <= temperature < math.inf:
+        raise ConfigError(f"--temperature {temperature} must be 0 or more, finite")
     checkpoint = load_checkpoint(path)
     rule = choose_rule(checkpoint, depth, exit_rule)
     policy = build_policy(rule, checkpoint.fitted_policies())

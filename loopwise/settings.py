@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -76,8 +77,8 @@ class MeasureConfig:
         for name in ("horizon", "tokens", "fit_tokens", "live_tokens", "live_thresholds", "batch"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"measure.{name}={getattr(self, name)} must be at least 1")
-        if not self.epsilon > 0:
-            raise ConfigError(f"measure.epsilon={self.epsilon} must be a number above 0")
+        if not 0 < self.epsilon < math.inf:
+            raise ConfigError(f"measure.epsilon={self.epsilon} must be a number above 0, finite")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,8 +97,10 @@ class RunConfig:
     measure: MeasureConfig = field(default_factory=MeasureConfig)
 
     def __post_init__(self) -> None:
-        if self.seed < 0:
-            raise ConfigError(f"seed={self.seed} must not be negative")
+        if not 0 <= self.seed < 1 << 31:
+            raise ConfigError(f"seed={self.seed} must lie in 0..{(1 << 31) - 1}")
+        if not isinstance(self.model, Mapping):
+            raise ConfigError(f"model={self.model!r} must be a section of settings")
         if "vocab_size" in self.model:
             raise ConfigError("model.vocab_size comes from the tokenizer; set tokenizer.vocab_size")
         self.model_config(self.tokenizer.vocab_size)  # refuses impossible shapes before any work
@@ -122,28 +125,56 @@ def preset_names() -> list[str]:
     )
 
 
-def build_config(
+def explicit_table(
     *,
     preset: str | None = None,
     file: Path | None = None,
     overrides: Sequence[str] = (),
     settings: Mapping[str, Any] | None = None,
-) -> RunConfig:
-    """Layer a run's settings: preset, then TOML file, then command-line settings, then ``--set``.
+) -> dict[str, Any]:
+    """What was asked for: preset, then TOML file, then command-line settings, then ``--set``.
 
     Raises:
-        ConfigError: an unknown preset or key, a wrong type, an impossible value.
+        ConfigError: an unknown preset, a file or an override that cannot be read.
     """
-    name = preset or DEFAULT_PRESET
+    table = preset_table(preset) if preset is not None else {}
+    if file is not None:
+        table = merge(table, read_toml(file))
+    return merge(merge(table, settings or {}), parse_overrides(overrides))
+
+
+def preset_table(name: str) -> dict[str, Any]:
+    """The settings of a preset.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
     if name not in preset_names():
         hint = did_you_mean(name, preset_names()) or ";"
         raise ConfigError(f"no preset named {name!r}{hint} known: {', '.join(preset_names())}")
-    table = read_toml(Path(str(resources.files("loopwise") / "presets" / f"{name}.toml")))
-    if file is not None:
-        table = merge(table, read_toml(file))
-    table = merge(table, settings or {})
-    table = merge(table, parse_overrides(overrides))
-    return from_table(RunConfig, table)
+    return read_toml(Path(str(resources.files("loopwise") / "presets" / f"{name}.toml")))
+
+
+def build_config(asked: Mapping[str, Any], base: Mapping[str, Any] | None = None) -> RunConfig:
+    """A run's settings: what was asked for, over a base (the default preset).
+
+    Raises:
+        ConfigError: an unknown key, a wrong type, an impossible value.
+    """
+    below = preset_table(DEFAULT_PRESET) if base is None else base
+    return from_table(RunConfig, merge(below, asked))
+
+
+def differing(stored: Mapping[str, Any], asked: Mapping[str, Any], where: str = "") -> list[str]:
+    """Settings that ``asked`` names with another value than ``stored``, as ``"key=value"``."""
+    out: list[str] = []
+    for key, value in asked.items():
+        have = stored.get(key)
+        if isinstance(value, Mapping) and isinstance(have, Mapping):
+            out += differing(have, value, f"{where}{key}.")
+        elif have != (list(value) if isinstance(value, tuple) else value):
+            out.append(f"{where}{key}={value!r} (the run has {have!r})")
+    return out
 
 
 def resolved_table(config: RunConfig) -> dict[str, Any]:
@@ -152,8 +183,3 @@ def resolved_table(config: RunConfig) -> dict[str, Any]:
     model = to_table(config.model_config(config.tokenizer.vocab_size))
     model.pop("vocab_size")
     return {**table, "model": model}
-
-
-def with_measure(config: RunConfig, **changes: Any) -> RunConfig:
-    """The same run measured otherwise."""
-    return replace(config, measure=replace(config.measure, **changes))

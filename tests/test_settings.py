@@ -15,15 +15,15 @@ from loopwise.models.costs import parameters
 from loopwise.settings import (
     RunConfig,
     build_config,
+    explicit_table,
     preset_names,
     resolved_table,
-    with_measure,
 )
 from loopwise.train.recurrence import DepthSampler
 
 
 def build(*overrides: str, **kwargs) -> RunConfig:
-    return build_config(overrides=overrides, **kwargs)
+    return build_config(explicit_table(overrides=overrides, **kwargs))
 
 
 # Presets.
@@ -86,14 +86,6 @@ def test_settings_come_back_from_their_resolved_table():
     assert table["model"]["n_heads"] == 2, "defaults and presets are filled in"
     assert "vocab_size" not in table["model"]
     assert from_table(RunConfig, to_table(made)) == made
-
-
-def test_measuring_otherwise_keeps_the_rest():
-    made = with_measure(build(), horizon=5)
-    assert made.measure.horizon == 5
-    assert made.train == build().train
-    with pytest.raises(ConfigError, match="horizon=0"):
-        with_measure(build(), horizon=0)
 
 
 def test_the_architectures_own_settings_are_read():

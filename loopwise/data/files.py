@@ -117,7 +117,7 @@ def read_documents(
 def split_held_out(
     documents: Iterable[Document], fraction: float, seed: int
 ) -> tuple[list[Document], list[Document]]:
-    """Training and held-out documents, both in order, each with at least one.
+    """Training and held-out documents, both in order, each with at least one (of four, two).
 
     A document's side depends on (seed, its index, its text) alone.
 
@@ -134,9 +134,9 @@ def split_held_out(
             "or lower max_document_chars or choose another split so that it becomes several"
         )
     draws = [_draw(seed, index, document.text) for index, document in enumerate(every)]
-    wanted = sum(draw < fraction for draw in draws)
+    wanted = max(sum(draw < fraction for draw in draws), 2 if len(every) > 3 else 1)
     lowest_first = sorted(range(len(every)), key=draws.__getitem__)
-    chosen = set(lowest_first[: min(max(wanted, 1), len(every) - 1)])
+    chosen = set(lowest_first[: min(wanted, len(every) - 1)])
     train = [document for index, document in enumerate(every) if index not in chosen]
     return train, [document for index, document in enumerate(every) if index in chosen]
 

@@ -58,7 +58,7 @@ class ExitRule:
             return f"fixed:{self.max_depth}"
         extra = f",min={self.min_depth}" if self.min_depth > 1 else ""
         extra += f",patience={self.patience}" if self.patience > 1 else ""
-        return f"{self.policy}:{self.threshold:g}{extra},max={self.max_depth}"
+        return f"{self.policy}:{self.threshold!r}{extra},max={self.max_depth}"
 
 
 def parse_rule(text: str, max_depth: int = 8) -> ExitRule:
@@ -90,6 +90,8 @@ def parse_rule(text: str, max_depth: int = 8) -> ExitRule:
             raise ExitError(
                 f"exit rule {text!r} has no field {key!r}{hint} known: min, max, patience"
             )
+        if _FIELDS[key] in changes or (name == "fixed" and key == "max"):
+            raise ExitError(f"exit rule {text!r} gives {key} twice; leave one out")
         changes[_FIELDS[key]] = _whole(text, value)
     return replace(rule, **changes)
 

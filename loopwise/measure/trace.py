@@ -7,6 +7,7 @@ blocks and what their tokens did). Everything in a report is computed from it by
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from loopwise.config import read_json_object
 from loopwise.data import PackedBlocks, TokenBatch
 from loopwise.data.packing import NO_TARGET
 from loopwise.errors import DivergenceError, RunFolderError, TraceError
@@ -27,14 +29,17 @@ from loopwise.exits.base import ExitPolicy, Observation
 from loopwise.exits.kl import step_kl
 from loopwise.measure.evaluate import check_depths, trajectory
 from loopwise.models.base import LoopedLM
-from loopwise.models.layers import row_seeds
+from loopwise.models.layers import row_seeds, seeded_uniform
 
 FORMAT = "loopwise-trace"
 VERSION = 1
 _SHARD_ROWS = 16_384
+_UNFINISHED = re.compile(r"shard-\d+\.safetensors|\.trace\.json")
 _BATCH_ROWS = 2048  # tokens whose latents of all recurrences are held at once
 _CHUNK_ROWS = 128  # tokens whose distributions are held at once
 _BLOCK_FIELDS = ("token_ids", "targets", "document_ids", "positions", "hops")
+
+_HEADER_KEYS = ("horizon", "n_tokens", "policies", "shards", "seq", "weights_hash", "corpus")
 
 PER_TOKEN = ("token", "target", "block", "column", "position", "hops")
 PER_RECURRENCE = (
@@ -71,23 +76,26 @@ class Trace:
     policies are ``trace["score.kl"]`` and so on. Column r - 1 holds recurrence r.
     """
 
+    header: dict[str, Any]
+
     def __init__(self, folder: Path) -> None:
         header = folder / "trace.json"
         if not header.is_file():
             raise TraceError(
                 f"no finished trace at {str(folder)!r}; make one with `loopwise measure`"
             )
-        try:
-            self.header: dict[str, Any] = json.loads(header.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as err:
-            raise TraceError(f"{str(header)!r} is not valid JSON: {err}") from None
+        self.header = read_json_object(header, TraceError)
         if self.header.get("format") != FORMAT:
             raise TraceError(f"{str(folder)!r} is not a loopwise trace")
-        if self.header["version"] > VERSION:
+        version = self.header.get("version")
+        if not isinstance(version, int) or version > VERSION:
             raise TraceError(
-                f"{str(folder)!r} has trace format {self.header['version']}, this version reads up "
-                f"to {VERSION}; update loopwise"
+                f"{str(folder)!r} has trace format {version}, this version reads up to {VERSION}; "
+                "update loopwise"
             )
+        missing = [key for key in _HEADER_KEYS if key not in self.header]
+        if missing:
+            raise TraceError(f"{str(header)!r} lacks {missing[0]!r}; measure again")
         self.folder = folder
         self.horizon: int = self.header["horizon"]
         self.n_tokens: int = self.header["n_tokens"]
@@ -145,8 +153,7 @@ def write_trace(
     check_depths(model, [horizon])
     if (folder / "trace.json").exists():
         raise RunFolderError(f"{str(folder)!r} holds a finished trace; choose another name")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    _claim(folder)
     total = blocks.n_blocks if limit is None else min(limit, blocks.n_blocks)
     size = max(1, _BATCH_ROWS // blocks.seq)
     shards = _Shards(folder)
@@ -155,7 +162,8 @@ def write_trace(
         batch = blocks.batch(first, min(size, total - first))
         columns = _token_columns(batch, first)
         packed = {f"blocks.{name}": getattr(batch, name) for name in _BLOCK_FIELDS}
-        shards.add({**columns, **packed, **trace_batch(model, batch, horizon, policies)})
+        traced = trace_batch(model, batch, horizon, policies, first_block=first)
+        shards.add({**columns, **packed, **traced})
         if byte_lengths is not None:
             n_bytes += int(byte_lengths[columns["target"].numpy()].sum())
         if progress is not None:
@@ -179,18 +187,25 @@ def write_trace(
 
 
 def trace_batch(
-    model: LoopedLM, batch: TokenBatch, horizon: int, policies: Sequence[ExitPolicy] = ()
+    model: LoopedLM,
+    batch: TokenBatch,
+    horizon: int,
+    policies: Sequence[ExitPolicy] = (),
+    first_block: int = 0,
 ) -> dict[str, Tensor]:
     """Every quantity of PER_RECURRENCE and every policy's score, each ``(tokens, horizon)``.
 
     Rows are the batch's targets in reading order. What all recurrences left is kept for this batch,
     so that the distance to the last distribution needs no second pass through the core.
 
+    Args:
+        first_block: number of the batch's first block; places the draws of ``null_loss``.
     Raises:
         DivergenceError: a latent stopped being finite; names the recurrence.
     """
     rows = (batch.targets.flatten() != NO_TARGET).nonzero().squeeze(-1)
     targets = batch.targets.flatten()[rows]
+    luck = seeded_uniform(rows + first_block * batch.targets.shape[1], 1).squeeze(-1)
     latents, hiddens = [], []
     for r, latent, view in trajectory(model, batch, horizon):
         if not bool(latent.isfinite().all()):
@@ -207,7 +222,12 @@ def trace_batch(
     # A few rows at a time, every recurrence of them: the distributions then stay in the cache.
     parts = [
         _trace_rows(
-            model, [h[of] for h in latents], [h[of] for h in hiddens], targets[of], policies
+            model,
+            [h[of] for h in latents],
+            [h[of] for h in hiddens],
+            targets[of],
+            luck[of],
+            policies,
         )
         for of in torch.arange(rows.numel()).split(_CHUNK_ROWS)
     ]
@@ -219,6 +239,7 @@ def _trace_rows(
     latents: list[Tensor],
     hiddens: list[Tensor],
     targets: Tensor,
+    luck: Tensor,
     policies: Sequence[ExitPolicy],
 ) -> dict[str, Tensor]:
     """``trace_batch`` for some rows, given what each recurrence left of them.
@@ -226,9 +247,10 @@ def _trace_rows(
     Args:
         latents: before recurrence 1 and after each, horizon + 1 tensors ``(rows, d_model)``.
         hiddens: what the head reads after each, horizon tensors ``(rows, d_model)``.
+        luck: uniform draws that choose the null's labels, ``(rows,)`` float64.
     """
     last = model.head(hiddens[-1]).float().log_softmax(dim=-1)
-    labels = torch.stack((targets, _draw_labels(last)), dim=1)  # the true one, one by chance
+    labels = torch.stack((targets, _draw_labels(last, luck)), dim=1)  # the true one, one by chance
     before: Tensor | None = None
     step_before: Tensor | None = None
     memories = [
@@ -254,10 +276,11 @@ def _trace_rows(
     return {name: torch.stack(parts, dim=1) for name, parts in columns.items()}
 
 
-def _draw_labels(log_p: Tensor) -> Tensor:
-    """One label per row from its own distribution, ``(rows,)``; the same at every call."""
-    generator = torch.Generator(device=log_p.device).manual_seed(0)
-    return torch.multinomial(log_p.exp(), 1, generator=generator).squeeze(1)
+def _draw_labels(log_p: Tensor, luck: Tensor) -> Tensor:
+    """One label per row from its own distribution by inverting its CDF, ``(rows,)``."""
+    cdf = log_p.double().exp().cumsum(dim=-1)
+    labels = torch.searchsorted(cdf, luck.unsqueeze(1) * cdf[:, -1:], right=True)
+    return labels.squeeze(1).clamp_max(log_p.shape[-1] - 1)
 
 
 def _output_columns(
@@ -292,6 +315,20 @@ def _latent_columns(now: Tensor, step: Tensor, step_before: Tensor | None) -> di
         cosine = (step * step_before).sum(dim=-1) / product
     rms = size / now.shape[-1] ** 0.5
     return {"rms": rms, "change": length / size, "second": second, "cosine": cosine}
+
+
+def _claim(folder: Path) -> None:
+    """Make the folder, or empty it of an unfinished trace; anything else in it is somebody's."""
+    if folder.exists() and not folder.is_dir():
+        raise RunFolderError(f"{str(folder)!r} is a file; choose another name for the trace")
+    foreign = [p.name for p in folder.glob("*") if not _UNFINISHED.fullmatch(p.name)]
+    if foreign:
+        raise RunFolderError(
+            f"{str(folder)!r} holds other files ({', '.join(sorted(foreign)[:3])}); "
+            "choose another folder for the traces"
+        )
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
 
 
 def _token_columns(batch: TokenBatch, first_block: int) -> dict[str, Tensor]:

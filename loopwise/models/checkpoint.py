@@ -21,15 +21,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from loopwise.config import from_table, to_table
+from loopwise.config import from_table, read_json_object, to_table
 from loopwise.errors import CheckpointError, ExitError
 from loopwise.models import MODELS
 from loopwise.models.base import LoopedLM
-from loopwise.tokenizer import Tokenizer, tokenizer_from_json
+from loopwise.tokenizer import Tokenizer, load_tokenizer
 
 FORMAT = "loopwise-checkpoint"
 VERSION = 1
 POINTER = "latest"
+_CONFIG_KEYS: dict[str, type] = {"version": int, "architecture": str, "model": dict}
 _LFS = b"version https://git-lfs.github.com"
 
 
@@ -173,24 +174,25 @@ def load_checkpoint(path: Path, dtype: torch.dtype = torch.float32) -> Checkpoin
             missing, unknown or misshapen (all named).
     """
     path = resolve(path)
-    config = read_json(path / "config.json")
+    config = read_json_object(path / "config.json", CheckpointError)
     if config.get("format") != FORMAT:
         kind = config.get("model_type") or config.get("architectures") or "unknown"
         raise CheckpointError(
             f"{str(path)!r} is a foreign checkpoint (model type {kind}); this loads loopwise ones"
         )
-    if config["version"] > VERSION:
+    version, name, table = (_required(path, config, key) for key in _CONFIG_KEYS)
+    if version > VERSION:
         raise CheckpointError(
-            f"{str(path)!r} has checkpoint format {config['version']}, this version reads up to "
-            f"{VERSION}; update loopwise"
+            f"{str(path)!r} has checkpoint format {version}, this version reads up to {VERSION}; "
+            "update loopwise"
         )
-    model_class = MODELS[config["architecture"]]
-    model = model_class(from_table(model_class.config_class, config["model"], "model."))
+    model_class = MODELS[name]
+    model = model_class(from_table(model_class.config_class, table, "model."))
     _load_weights(model, path / "model.safetensors")
     tokenizer_file = path / "tokenizer.json"
     if not tokenizer_file.is_file():
         raise CheckpointError(f"{str(path)!r} has no tokenizer.json")
-    tokenizer = tokenizer_from_json(tokenizer_file.read_text(encoding="utf-8"))
+    tokenizer = load_tokenizer(tokenizer_file)
     if tokenizer.vocab_size > model.geometry.vocab_size:
         raise CheckpointError(
             f"{str(path)!r}: tokenizer has {tokenizer.vocab_size} ids but the model "
@@ -201,9 +203,21 @@ def load_checkpoint(path: Path, dtype: torch.dtype = torch.float32) -> Checkpoin
         path=path,
         model=model.to(dtype).eval(),
         tokenizer=tokenizer,
-        training=read_json(path / "training.json"),
-        exits=read_json(exits_file) if exits_file.is_file() else {},
+        training=read_json_object(path / "training.json", CheckpointError),
+        exits=read_json_object(exits_file, CheckpointError) if exits_file.is_file() else {},
     )
+
+
+def _required(path: Path, config: dict[str, Any], key: str) -> Any:
+    """One key of config.json, of the right kind."""
+    if key not in config:
+        raise CheckpointError(f"config.json of {str(path)!r} lacks {key!r}; copy it again")
+    if not isinstance(config[key], _CONFIG_KEYS[key]):
+        raise CheckpointError(
+            f"config.json of {str(path)!r} has {key}={config[key]!r}; it must be "
+            f"{_CONFIG_KEYS[key].__name__}"
+        )
+    return config[key]
 
 
 def write_exits(checkpoint: Checkpoint, exits: dict[str, Any]) -> Checkpoint:
@@ -228,23 +242,6 @@ def unique_tensors(model: LoopedLM) -> dict[str, torch.Tensor]:
 def file_hash(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Parse a JSON object.
-
-    Raises:
-        CheckpointError: missing, or not a JSON object.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{str(path.parent)!r} has no {path.name}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as err:
-        raise CheckpointError(f"{str(path)!r} is not valid JSON: {err}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{str(path)!r} must hold a JSON object")
-    return value
 
 
 def _load_weights(model: LoopedLM, path: Path) -> None:

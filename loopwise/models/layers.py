@@ -103,16 +103,33 @@ def row_seeds(positions: Tensor, request_seed: int = 0) -> Tensor:
 
 
 def seeded_normal(seeds: Tensor, width: int) -> Tensor:
-    """Standard normal noise that depends on each row's seed alone.
-
-    Counter-based (SplitMix64 finaliser, then Box-Muller), so it is the same on every device, in any
-    batch and any order.
+    """Standard normal noise that depends on each row's seed alone (Box-Muller).
 
     Args:
         seeds: ``(...)`` int64.
         width: channels.
     Returns:
         ``(..., width)`` float32.
+    """
+    half = (width + 1) // 2
+    uniform = seeded_uniform(seeds, 2 * half)
+    radius = (-2 * uniform[..., :half].log()).sqrt()
+    angle = 2 * torch.pi * uniform[..., half:]
+    both = torch.cat((radius * angle.cos(), radius * angle.sin()), dim=-1)
+    return both[..., :width].float()
+
+
+def seeded_uniform(seeds: Tensor, width: int) -> Tensor:
+    """Uniform draws in (0, 1) that depend on each row's seed alone.
+
+    Counter-based (the SplitMix64 finaliser), so they are the same on every device, in any batch and
+    any order.
+
+    Args:
+        seeds: ``(...)`` int64.
+        width: channels.
+    Returns:
+        ``(..., width)`` float64.
     """
 
     def shift(x: Tensor, n: int) -> Tensor:  # logical, not arithmetic
@@ -123,11 +140,6 @@ def seeded_normal(seeds: Tensor, width: int) -> Tensor:
         x = (x ^ shift(x, 27)) * -7723592293110705685
         return x ^ shift(x, 31)
 
-    half = (width + 1) // 2
-    channel = torch.arange(2 * half, dtype=torch.int64, device=seeds.device)
+    channel = torch.arange(width, dtype=torch.int64, device=seeds.device)
     bits = mix(mix(seeds.long()).unsqueeze(-1) + channel * -7046029254386353131)
-    uniform = (shift(bits, 11).double() + 0.5) * 2.0**-53
-    radius = (-2 * uniform[..., :half].log()).sqrt()
-    angle = 2 * torch.pi * uniform[..., half:]
-    both = torch.cat((radius * angle.cos(), radius * angle.sin()), dim=-1)
-    return both[..., :width].float()
+    return (shift(bits, 11).double() + 0.5) * 2.0**-53

@@ -14,7 +14,7 @@ from loopwise.study.commands import (
 )
 from loopwise.study.measuring import measure_stage
 from loopwise.study.results import collect_results, write_results
-from loopwise.study.training import train_stage
+from loopwise.study.training import prepare, train_stage
 
 __all__ = [
     "collect_results",
@@ -23,6 +23,7 @@ __all__ = [
     "measure_command",
     "measure_stage",
     "perplexity_command",
+    "prepare",
     "run_study",
     "train_command",
     "train_stage",

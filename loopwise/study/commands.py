@@ -11,38 +11,47 @@ from typing import Any
 import torch
 
 import loopwise
-from loopwise.config import from_table
-from loopwise.data import Document
+from loopwise.config import from_table, read_json_object
 from loopwise.errors import ConfigError, RunFolderError
 from loopwise.measure.perplexity import Protocol, perplexity
 from loopwise.measure.trace import Trace
 from loopwise.models.checkpoint import Checkpoint, load_checkpoint
 from loopwise.report import write_report
-from loopwise.settings import MeasureConfig, RunConfig, resolved_table
+from loopwise.settings import (
+    MeasureConfig,
+    RunConfig,
+    build_config,
+    differing,
+    resolved_table,
+)
 from loopwise.study.allocating import frontier_stage
-from loopwise.study.measuring import measure_stage
+from loopwise.study.measuring import measure_stage, plan_corpora
 from loopwise.study.results import collect_results, write_results
 from loopwise.study.texts import read_corpora, read_texts
-from loopwise.study.training import train_stage
+from loopwise.study.training import Prepared, prepare, train_stage
 
 Event = dict[str, Any]
+Asked = dict[str, Any]
 Emit = Callable[[Event], None]
 
 
-def run_study(config: RunConfig, folder: Path, emit: Emit, resume: bool = False) -> Event:
+def run_study(asked: Asked, folder: Path, emit: Emit, resume: bool = False) -> Event:
     """The main job: every stage in turn, into one run folder; finished stages are kept.
 
+    Args:
+        asked: settings, as :func:`loopwise.settings.explicit_table` gives them.
     Returns:
         The paths of what was made, and the results.
     """
-    config = open_run(folder, config, resume)
-    train_stage(config, folder, emit, resume)
+    prepared = _begin(asked, folder, resume, to_measure=True)
+    config = prepared.config
+    train_stage(prepared, folder, emit, resume)
     checkpoint = _load(folder, config.measure)
     traces = _finished_traces(folder / "traces", checkpoint)
     if traces is None:
         shutil.rmtree(folder / "traces", ignore_errors=True)
-        corpora = read_texts(config.data, config.seed).held_out
-        traces = measure_stage(checkpoint, corpora, config.measure, folder / "traces", emit)
+        traces_folder = folder / "traces"
+        traces = measure_stage(checkpoint, prepared.corpora, config.measure, traces_folder, emit)
         checkpoint = _load(folder, config.measure)
     frontiers = [frontier_stage(t, checkpoint, config.measure, emit) for t in traces]
     results = collect_results(checkpoint, traces, frontiers, config)
@@ -56,18 +65,27 @@ def run_study(config: RunConfig, folder: Path, emit: Emit, resume: bool = False)
     }
 
 
-def train_command(config: RunConfig, folder: Path, emit: Emit, resume: bool = False) -> Event:
+def train_command(asked: Asked, folder: Path, emit: Emit, resume: bool = False) -> Event:
     """``loopwise train``."""
-    return train_stage(open_run(folder, config, resume), folder, emit, resume)
+    return train_stage(_begin(asked, folder, resume, to_measure=False), folder, emit, resume)
 
 
 def measure_command(
-    path: Path, sources: list[str] | None, config: RunConfig, out: Path | None, emit: Emit
+    path: Path, sources: list[str] | None, asked: Asked, out: Path | None, emit: Emit
 ) -> list[Trace]:
     """``loopwise measure``: the given text, or what the run of the checkpoint held out."""
+    config, run = _settings_at(path, asked)
     checkpoint = _load(path, config.measure)
+    inside_run = checkpoint.path.parent.name == "checkpoints"
+    if out is None and not inside_run:
+        raise ConfigError(f"{str(path)!r} is not part of a run; say where traces go with --out")
     folder = out or checkpoint.path.parent.parent / "traces"
-    corpora = read_corpora(sources, config.data) if sources else _held_out_of(path)
+    if sources:
+        corpora = read_corpora(sources, config.data)
+    elif run is not None:
+        corpora = read_texts(run.data, run.seed).held_out
+    else:
+        raise ConfigError(f"{str(path)!r} is not a run folder; say what to measure on with --data")
     for name in corpora:
         if (folder / name / "trace.json").exists():
             raise RunFolderError(
@@ -77,14 +95,15 @@ def measure_command(
 
 
 def frontier_command(
-    paths: list[Path], moved: Path | None, config: RunConfig, emit: Emit
+    paths: list[Path], moved: Path | None, asked: Asked, emit: Emit
 ) -> list[Event]:
     """``loopwise frontier``: every policy on finished traces."""
     out = []
     for path in paths:
         trace = Trace(path)
-        checkpoint = _load(moved or Path(trace.header["checkpoint"]), config.measure)
-        out.append(frontier_stage(trace, checkpoint, config.measure, emit))
+        where = moved or Path(trace.header["checkpoint"])
+        config, _ = _settings_at(where, asked)
+        out.append(frontier_stage(trace, _load(where, config.measure), config.measure, emit))
     return out
 
 
@@ -95,10 +114,11 @@ def perplexity_command(
     depths: list[int] | None,
     block: int,
     stride: int | None,
-    config: RunConfig,
+    asked: Asked,
     emit: Emit,
 ) -> Event:
     """``loopwise eval perplexity``."""
+    config, _ = _settings_at(path, asked)
     checkpoint = _load(path, config.measure)
     limit = checkpoint.model.geometry.max_depth
     depths = depths or ([1, 2, 4, 8, 16, 32] if limit is None else [limit])
@@ -122,28 +142,89 @@ def perplexity_command(
     return out
 
 
-def open_run(folder: Path, config: RunConfig, resume: bool) -> RunConfig:
-    """Claim a run folder, or go on with the one that is there.
-
-    Returns:
-        The settings to use: when resuming, those the folder was started with.
-    Raises:
-        RunFolderError: the folder holds another run, or nothing to resume.
-    """
-    file = folder / "config.json"
+def _begin(asked: Asked, folder: Path, resume: bool, *, to_measure: bool) -> Prepared:
+    """Read everything a run needs, refuse what can be refused, then claim the folder."""
     if resume:
-        if not file.is_file():
-            raise RunFolderError(f"{str(folder)!r} holds no run to resume; leave out --resume")
-        table = json.loads(file.read_text(encoding="utf-8"))
-        return from_table(RunConfig, table["settings"])
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        config = _stored_config(folder, asked)
+        tokenizer_file: Path | None = folder / "tokenizer.json"
+    else:
+        config, tokenizer_file = build_config(asked), None
+        _require_free(folder)
+    prepared = prepare(config, tokenizer_file)
+    if to_measure:
+        depth_limit = config.model_config(config.tokenizer.vocab_size).geometry.max_depth
+        to_fit = depth_limit is None or depth_limit > 1
+        plan_corpora(
+            prepared.corpora,
+            prepared.tokenizer,
+            config.train.seq,
+            config.measure,
+            None if to_fit else [],
+        )
+    if not resume:
+        folder.mkdir(parents=True, exist_ok=True)
+        table = {"loopwise": loopwise.__version__, "settings": resolved_table(config)}
+        text = json.dumps(table, indent=2) + "\n"
+        (folder / "config.json").write_text(text, encoding="utf-8")
+    return prepared
+
+
+def _require_free(folder: Path) -> None:
+    """Refuse an output folder that holds anything, or cannot be made."""
+    above = next(p for p in (folder, *folder.parents) if p.exists())
+    if not above.is_dir():
+        raise RunFolderError(f"{str(above)!r} is a file; choose another name with --out")
+    if folder.exists() and any(folder.iterdir()):
         raise RunFolderError(
             f"{str(folder)!r} is not empty; go on with --resume or choose another name with --out"
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    table = {"loopwise": loopwise.__version__, "settings": resolved_table(config)}
-    file.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+
+
+def _stored_config(folder: Path, asked: Asked) -> RunConfig:
+    """The settings of the run to go on with.
+
+    Raises:
+        RunFolderError: there is none, or it is broken.
+        ConfigError: other settings were asked for.
+    """
+    table = _stored_settings(folder)
+    if table is None:
+        raise RunFolderError(f"{str(folder)!r} holds no run to resume; leave out --resume")
+    config = from_table(RunConfig, table)
+    other = differing(resolved_table(config), asked)
+    if other:
+        raise ConfigError(
+            f"--resume goes on with the settings of the run, but {other[0]} was asked for; "
+            "leave it out, or start a new run with --out"
+        )
     return config
+
+
+def _stored_settings(folder: Path) -> dict[str, Any] | None:
+    """The settings table of a run folder, None where the folder is not one."""
+    file = folder / "config.json"
+    if not file.is_file():
+        return None
+    table = read_json_object(file, RunFolderError)
+    if "format" in table and "settings" not in table:  # a checkpoint's config
+        return None
+    if not isinstance(table.get("settings"), dict):
+        raise RunFolderError(f"{str(file)!r} is not the config of a run: it has no settings")
+    return table["settings"]
+
+
+def _settings_at(path: Path, asked: Asked) -> tuple[RunConfig, RunConfig | None]:
+    """Settings for working on a checkpoint: its run's, where it is part of one, under ``asked``.
+
+    Returns:
+        The settings, and the run's own.
+    """
+    folders = [path, *([path.parent.parent] if path.parent.name == "checkpoints" else [])]
+    for folder in folders:
+        table = _stored_settings(folder)
+        if table is not None:
+            return build_config(asked, base=table), from_table(RunConfig, table)
+    return build_config(asked), None
 
 
 def _load(path: Path, config: MeasureConfig) -> Checkpoint:
@@ -158,13 +239,3 @@ def _finished_traces(folder: Path, checkpoint: Checkpoint) -> list[Trace] | None
     traces = [Trace(folder / name) for name in wanted]
     ours = checkpoint.weights_hash
     return traces if all(t.header["weights_hash"] == ours for t in traces) else None
-
-
-def _held_out_of(path: Path) -> dict[str, list[Document]]:
-    """What the run at ``path`` held out."""
-    file = path / "config.json"
-    table = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    if "settings" not in table:
-        raise ConfigError(f"{str(path)!r} is not a run folder; say what to measure on with --data")
-    config = from_table(RunConfig, table["settings"])
-    return read_texts(config.data, config.seed).held_out

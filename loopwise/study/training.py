@@ -3,35 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from loopwise.data import PackedBlocks, load_or_tokenize
+from loopwise.data import Document, PackedBlocks, load_or_tokenize
 from loopwise.models import MODELS
 from loopwise.settings import RunConfig
 from loopwise.study.texts import cache_folder, make_tokenizer, read_texts
-from loopwise.tokenizer import load_tokenizer
+from loopwise.tokenizer import Tokenizer, load_tokenizer
 from loopwise.train.loop import Event, Trainer
 from loopwise.train.machine import pick_device
 
 
-def train_stage(
-    config: RunConfig, folder: Path, emit: Callable[[Event], None], resume: bool = False
-) -> Event:
-    """Train into ``folder``.
+@dataclass(frozen=True)
+class Prepared:
+    """Everything a run reads, read: what can be refused has been refused."""
 
-    Returns:
-        The trainer's final event.
+    config: RunConfig
+    device: torch.device
+    tokenizer: Tokenizer
+    train: PackedBlocks
+    held_out: PackedBlocks
+    corpora: dict[str, list[Document]]  # held-out documents by corpus
+    info: dict[str, Any]  # hashes and counts, for training.json
+
+
+def prepare(config: RunConfig, tokenizer_file: Path | None = None) -> Prepared:
+    """Read and tokenise the text of a run; writes nothing but the cache of token files.
+
+    Args:
+        tokenizer_file: of a run that goes on; otherwise one is made.
     """
     device = pick_device(config.device)
     texts = read_texts(config.data, config.seed)
-    tokenizer_file = folder / "tokenizer.json"
-    if resume and tokenizer_file.is_file():
+    if tokenizer_file is not None:
         tokenizer = load_tokenizer(tokenizer_file)
     else:
         tokenizer = make_tokenizer(config.tokenizer, texts.train)
-        tokenizer_file.write_text(tokenizer.to_json(), encoding="utf-8")
     aside = [d for documents in texts.held_out.values() for d in documents]
     train = load_or_tokenize(lambda: texts.train, tokenizer, cache_folder())
     held_out = load_or_tokenize(lambda: aside, tokenizer, cache_folder())
@@ -45,21 +56,43 @@ def train_stage(
         "held_out_corpora": list(texts.held_out),
         "read": texts.report.summary(),
     }
-    emit({"event": "data", **info})
+    seq = config.train.seq
+    return Prepared(
+        config=config,
+        device=device,
+        tokenizer=tokenizer,
+        train=PackedBlocks(train, seq, config.seed),
+        held_out=PackedBlocks(held_out, seq, config.seed, shuffle=False),
+        corpora=texts.held_out,
+        info=info,
+    )
+
+
+def train_stage(
+    prepared: Prepared, folder: Path, emit: Callable[[Event], None], resume: bool = False
+) -> Event:
+    """Train into ``folder``.
+
+    Returns:
+        The trainer's final event.
+    """
+    config, tokenizer = prepared.config, prepared.tokenizer
+    (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
+    emit({"event": "data", **prepared.info})
     torch.manual_seed(config.seed)
     model_class = MODELS[config.architecture]
     trainer = Trainer(
         model_class(config.model_config(tokenizer.vocab_size)),
         tokenizer,
-        PackedBlocks(train, config.train.seq, config.seed),
-        PackedBlocks(held_out, config.train.seq, config.seed, shuffle=False),
+        prepared.train,
+        prepared.held_out,
         config=config.train,
         optim=config.optim,
         depth=config.depth,
         seed=config.seed,
         folder=folder,
-        data_info=info,
-        device=device,
+        data_info=prepared.info,
+        device=prepared.device,
         on_event=emit,
     )
     return trainer.run(resume=resume)

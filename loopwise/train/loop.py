@@ -52,9 +52,21 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        for name in ("steps", "micro_batch", "accumulation", "eval_every", "save_every", "keep"):
+        for name in (
+            "steps",
+            "micro_batch",
+            "accumulation",
+            "eval_every",
+            "save_every",
+            "keep",
+            "eval_blocks",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"train.{name}={getattr(self, name)} must be at least 1")
+        if not self.eval_depths or min(self.eval_depths) < 1:
+            raise ConfigError(
+                f"train.eval_depths={list(self.eval_depths)} must name depths of at least 1"
+            )
         if self.seq < 2:
             raise ConfigError(f"train.seq={self.seq} must be at least 2")
         if self.workers < 0:

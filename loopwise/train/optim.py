@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -31,13 +32,13 @@ class OptimConfig:
     def __post_init__(self) -> None:
         check_choices(self)
         for name in ("lr", "embedding_lr", "grad_clip"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"optim.{name}={getattr(self, name)} must be above 0")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"optim.{name}={getattr(self, name)} must be above 0 and finite")
         for name in ("warmup_fraction", "decay_fraction", "final_lr_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"optim.{name}={getattr(self, name)} must be in [0, 1]")
-        if self.weight_decay < 0:
-            raise ConfigError(f"optim.weight_decay={self.weight_decay} must not be negative")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ConfigError(f"optim.weight_decay={self.weight_decay} must be 0 or more, finite")
         for name in ("beta1", "beta2", "momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"optim.{name}={getattr(self, name)} must be in [0, 1)")
