@@ -108,6 +108,8 @@ def read_json_object(path: Path, error: type[LoopwiseError]) -> dict[str, Any]:
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise error(f"{str(path.parent)!r} has no {path.name}") from None
     except OSError as err:
         raise error(f"{str(path)!r} cannot be read: {err.strerror}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as err:

@@ -115,7 +115,7 @@ class RunConfig:
         """The architecture's dataclass at this vocabulary size."""
         model_class = MODELS[self.architecture]
         table = {**self.model, "vocab_size": vocab_size}
-        return from_table(model_class.config_class, table, "model.")
+        return from_table(model_class.config_class, table, "model.", root=RunConfig)
 
 
 def preset_names() -> list[str]:

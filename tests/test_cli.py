@@ -515,9 +515,16 @@ def test_measuring_a_bare_checkpoint_writes_nowhere_unasked(finished, tmp_path):
         refused(result, "--out")
 
 
-def test_measuring_a_bare_checkpoint_needs_text(finished):
+def test_measuring_a_bare_checkpoint_needs_text(finished, tmp_path):
+    checkpoint = tmp_path / "models" / "mine"
+    shutil.copytree(finished[0] / "checkpoints" / "step-0000003", checkpoint)
+    result = run("measure", checkpoint, "--out", tmp_path / "traces")
+    refused(result, "not a run folder", "--data")
+
+
+def test_a_checkpoint_of_a_run_is_measured_as_the_run_is(finished):
     checkpoint = finished[0] / "checkpoints" / "step-0000003"
-    refused(run("measure", checkpoint), "not a run folder", "--data")
+    refused(run("measure", checkpoint), "holds a finished trace", "--out")
 
 
 # Broken checkpoints and traces.

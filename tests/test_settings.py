@@ -116,7 +116,7 @@ def test_the_architectures_own_settings_are_read():
         ("train.dtype=fp16", "train.dtype='fp16' is not allowed"),
         ("train.eval_depths=8", "train.eval_depths=8 must be a list"),
         ("train.eval_depths=[1,two]", "must be"),
-        ("seed=-1", "seed=-1 must not be negative"),
+        ("seed=-1", "seed=-1 must lie in 0.."),
         ("seed=true", "seed=True must be int"),
         ("model.vocab_size=300", "set tokenizer.vocab_size"),
         ("architecture=recurent", "did you mean 'recurrent'"),

@@ -173,7 +173,9 @@ def _require_free(folder: Path) -> None:
     """Refuse an output folder that holds anything, or cannot be made."""
     above = next(p for p in (folder, *folder.parents) if p.exists())
     if not above.is_dir():
-        raise RunFolderError(f"{str(above)!r} is a file; choose another name with --out")
+        raise RunFolderError(
+            f"cannot make {str(folder)!r}: {str(above)!r} is a file; choose another name with --out"
+        )
     if folder.exists() and any(folder.iterdir()):
         raise RunFolderError(
             f"{str(folder)!r} is not empty; go on with --resume or choose another name with --out"

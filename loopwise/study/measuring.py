@@ -47,17 +47,18 @@ def plan_corpora(
     Raises:
         DataError: too little text.
     """
+    fits: dict[str, list[Document]] = {name: [] for name in corpora}
+    seen = set(fitted_on or ())
+    if fitted_on is None:
+        for name, documents in corpora.items():
+            fits[name] = _first_documents(documents, config.fit_tokens, name, tokenizer)
+            seen |= {document_hash(d) for d in fits[name]}
     plans = {}
     for name, documents in corpora.items():
-        if fitted_on is None:
-            fit = _first_documents(documents, config.fit_tokens, name, tokenizer)
-            seen = {document_hash(d) for d in fit}
-        else:
-            fit, seen = [], set(fitted_on)
         fresh = [d for d in documents if document_hash(d) not in seen]
         if not fresh:
             raise DataError(f"all text of {name!r} was used to fit the probe; give other text")
-        plans[name] = Plan(fit, _blocks(fresh, tokenizer, seq))
+        plans[name] = Plan(fits[name], _blocks(fresh, tokenizer, seq))
     return plans
 
 
