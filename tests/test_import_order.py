@@ -12,7 +12,7 @@ import pytest
 import loopwise
 
 PACKAGE = Path(loopwise.__file__).parent
-# STYLE.md: imports go down this list only; neighbours on one line do not import each other.
+# Imports go down this list only; neighbours on one line do not import each other.
 ORDER = """
 cli
 study generate display
