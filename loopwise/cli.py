@@ -42,6 +42,10 @@ SetOption = Annotated[
 PresetOption = Annotated[str | None, typer.Option("--preset", help="tiny, small or paper-135m.")]
 SeedOption = Annotated[int | None, typer.Option("--seed", help="Seed of everything random.")]
 OutOption = Annotated[Path | None, typer.Option("--out", help="Run folder.")]
+BaselineOption = Annotated[
+    Literal["parameters", "flops"] | None,
+    typer.Option("--baseline", help="Train the non-looped twin of the settings instead."),
+]
 ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Last line on stdout is one JSON object.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
@@ -55,6 +59,7 @@ def study(
     set_: SetOption = None,
     preset: PresetOption = None,
     seed: SeedOption = None,
+    baseline: BaselineOption = None,
     out: OutOption = None,
     resume: ResumeOption = False,
     as_json: JsonOption = False,
@@ -65,7 +70,7 @@ def study(
         from loopwise.report import print_summary
         from loopwise.study import run_study
 
-        settings = _settings(preset, config, set_, data, held_out, seed)
+        settings = _settings(preset, config, set_, data, held_out, seed, baseline)
         made = run_study(settings, out or Path("runs") / "study", display, resume)
         display.stop()
         print_summary(made.pop("results"))
@@ -81,6 +86,7 @@ def train(
     set_: SetOption = None,
     preset: PresetOption = None,
     seed: SeedOption = None,
+    baseline: BaselineOption = None,
     out: OutOption = None,
     resume: ResumeOption = False,
     as_json: JsonOption = False,
@@ -90,7 +96,7 @@ def train(
     with _command(as_json, debug) as (display, answer):
         from loopwise.study import train_command
 
-        settings = _settings(preset, config, set_, data, held_out, seed)
+        settings = _settings(preset, config, set_, data, held_out, seed, baseline)
         answer(train_command(settings, out or Path("runs") / "train", display, resume))
 
 
@@ -236,9 +242,10 @@ def _settings(
     data: list[str] | None,
     held_out: list[str] | None,
     seed: int | None,
+    baseline: Literal["parameters", "flops"] | None = None,
 ) -> dict[str, Any]:
     """What the command line asks for, as one table."""
-    from loopwise.settings import explicit_table
+    from loopwise.settings import explicit_table, fixed_baseline
 
     table: dict[str, Any] = {}
     if data:
@@ -247,7 +254,8 @@ def _settings(
         table.setdefault("data", {})["held_out"] = held_out
     if seed is not None:
         table["seed"] = seed
-    return explicit_table(preset=preset, file=config, overrides=set_ or (), settings=table)
+    asked = explicit_table(preset=preset, file=config, overrides=set_ or (), settings=table)
+    return asked if baseline is None else fixed_baseline(asked, baseline)
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from loopwise.train.optim import OptimConfig
 from loopwise.train.recurrence import DepthConfig
 
 DEFAULT_PRESET = "tiny"
+Match = Literal["parameters", "flops"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,7 +163,40 @@ def build_config(asked: Mapping[str, Any], base: Mapping[str, Any] | None = None
         ConfigError: an unknown key, a wrong type, an impossible value.
     """
     below = preset_table(DEFAULT_PRESET) if base is None else base
+    if asked.get("architecture", "recurrent") != below.get("architecture", "recurrent"):
+        # Shape and depth of one architecture mean nothing to another.
+        below = {k: v for k, v in below.items() if k not in ("model", "depth")}
     return from_table(RunConfig, merge(below, asked))
+
+
+def fixed_baseline(asked: Mapping[str, Any], match: Match) -> dict[str, Any]:
+    """The non-looped twin of a recurrent run: the same text, width, steps and optimiser.
+
+    Args:
+        asked: settings of the recurrent run, as :func:`explicit_table` gives them.
+        match: ``parameters`` keeps the unique layers; ``flops`` unrolls the core at the mean depth,
+            so that a token costs the same and the parameters are many more.
+    Raises:
+        ConfigError: the run is not of the recurrent architecture.
+    """
+    config = build_config(asked)
+    if config.architecture != "recurrent":
+        raise ConfigError(
+            f"--baseline is the twin of architecture 'recurrent', not {config.architecture!r}"
+        )
+    geometry = config.model_config(config.tokenizer.vocab_size).geometry
+    depth = 1 if match == "parameters" else round(config.depth.mean)
+    kept = ("d_model", "n_heads", "n_kv_heads", "d_ff", "tie_embeddings", "rope_base", "norm_eps")
+    full = resolved_table(config)
+    return {
+        **full,
+        "architecture": "fixed",
+        "model": {
+            **{key: full["model"][key] for key in kept},
+            "n_layers": geometry.effective_layers(depth),
+        },
+        "depth": {"kind": "fixed", "mean": 1.0, "backprop_depth": 1},
+    }
 
 
 def differing(stored: Mapping[str, Any], asked: Mapping[str, Any], where: str = "") -> list[str]:

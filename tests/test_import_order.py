@@ -58,7 +58,7 @@ def imports_of(path: Path) -> list[tuple[int, str]]:
 
 def test_every_part_of_the_package_has_a_place_in_the_order():
     parts = {part_of(name_of(path)) for path in MODULES} - {""}
-    assert parts <= set(LAYER), "place the newcomer in ORDER and in STYLE.md"
+    assert parts <= set(LAYER), "place the newcomer in ORDER and in docs/architecture.md"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)

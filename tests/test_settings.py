@@ -16,6 +16,7 @@ from loopwise.settings import (
     RunConfig,
     build_config,
     explicit_table,
+    fixed_baseline,
     preset_names,
     resolved_table,
 )
@@ -39,7 +40,7 @@ def test_every_preset_is_a_whole_run(name):
 
 
 def test_the_paper_preset_has_the_papers_size():
-    """PAPERS.md: d 576, 9/3 heads, FFN 1536, vocabulary 49,152, layers 2/4/2, 57.3M parameters."""
+    """d 576, 9/3 heads, FFN 1536, vocabulary 49,152, layers 2/4/2, 57.3M parameters."""
     config = build(preset="paper-135m")
     shape = config.model_config(config.tokenizer.vocab_size)
     with torch.device("meta"):
@@ -239,3 +240,27 @@ def test_a_model_of_one_recurrence_refuses_random_depth():
 def test_settings_are_plain_values_only():
     table = resolved_table(build())
     json.dumps(table, allow_nan=False)
+
+
+# The non-looped baseline.
+
+
+def test_the_twin_of_equal_parameters_differs_by_the_adapter_and_the_extra_norms():
+    asked = explicit_table(overrides=["tokenizer.vocab_size=300"])
+    looped, fixed = build_config(asked), build_config(fixed_baseline(asked, "parameters"))
+    made = [parameters(MODELS[c.architecture](c.model_config(300))) for c in (looped, fixed)]
+    d, layers = 128, 4
+    assert made[0] - made[1] == 2 * d * d + 2 * layers * d
+    assert (fixed.train, fixed.optim, fixed.data) == (looped.train, looped.optim, looped.data)
+    assert fixed.depth.kind == "fixed"
+
+
+def test_the_twin_of_equal_flops_unrolls_the_core_at_the_mean_depth():
+    fixed = build_config(fixed_baseline(explicit_table(), "flops"))
+    assert fixed.model["n_layers"] == 1 + 8 * 2 + 1
+
+
+def test_only_a_recurrent_run_has_a_twin():
+    asked = explicit_table(overrides=["architecture=looped"])
+    with pytest.raises(ConfigError, match="'looped'"):
+        fixed_baseline(asked, "flops")

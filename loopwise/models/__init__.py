@@ -7,6 +7,7 @@ MODELS = Registry(
     "architecture",
     {
         "recurrent": "loopwise.models.recurrent:RecurrentModel",
+        "looped": "loopwise.models.looped:LoopedModel",
         "fixed": "loopwise.models.fixed:FixedModel",
     },
     ConfigError,

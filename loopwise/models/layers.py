@@ -92,7 +92,7 @@ def init_linear_(module: nn.Module, n_effective_layers: float) -> None:
         if isinstance(child, (nn.Linear, nn.Embedding)):
             fan_in = child.weight.shape[1]
             std = (2 / (5 * fan_in)) ** 0.5
-            if name.endswith(("attn.out", "mlp.down")):
+            if name.endswith((".out", "mlp.down")):
                 std /= (2 * n_effective_layers) ** 0.5
             nn.init.trunc_normal_(child.weight, std=std, a=-3 * std, b=3 * std)
 

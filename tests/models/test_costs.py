@@ -89,7 +89,7 @@ def test_forward_training_and_cap_by_hand():
 
 
 def test_the_papers_geometry_has_the_papers_price_of_a_check():
-    """PAPERS.md: in paper 1's geometry one full-vocabulary check costs 2.4 recurrences."""
+    """In paper 1's geometry one full-vocabulary check costs 2.4 recurrences."""
     with torch.device("meta"):
         model = RecurrentModel(
             RecurrentConfig(

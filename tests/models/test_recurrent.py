@@ -103,7 +103,7 @@ def test_one_document_without_document_ids_is_the_same() -> None:
 @pytest.mark.parametrize("depth", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_documents_of_a_row_do_not_see_one_another(dtype: torch.dtype, depth: int) -> None:
-    """U65: packing leaked across documents."""
+    """Packing leaked across documents."""
     model = tiny().to(dtype)
     other = [(token * 7 + 3) % 31 for token in A]
     alone = logits_at(model, [[B]], depth)[0]
@@ -223,7 +223,7 @@ def test_noise_is_standard_normal() -> None:
 
 @pytest.mark.parametrize("latent_init", ["zeros", "injection", "noise"])
 def test_evaluation_draws_nothing(latent_init: str) -> None:
-    """U05: two evaluations of one checkpoint disagreed."""
+    """Two evaluations of one checkpoint disagreed."""
     model = tiny(latent_init=latent_init).float()
     torch.manual_seed(0)
     first = logits_at(model, [[A, B]], 4)
@@ -235,7 +235,7 @@ def test_evaluation_draws_nothing(latent_init: str) -> None:
 
 @pytest.mark.parametrize("injection", ["concat", "add"])
 def test_the_loop_equals_its_untied_copies_in_a_row(injection: str) -> None:
-    """U02: one set of core weights, used again, is a deep stack whose copies are equal."""
+    """One set of core weights, used again, is a deep stack whose copies are equal."""
     depth = 3
     model = tiny(injection=injection)
     wanted = logits_at(model, [[A]], depth)
@@ -269,7 +269,7 @@ def test_the_loop_equals_its_untied_copies_in_a_row(injection: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("injection", ["concat", "add"])
 def test_sixty_four_recurrences_stay_finite(injection: str, dtype: torch.dtype) -> None:
-    """U08: values grew without bound past the trained depth."""
+    """Values grew without bound past the trained depth."""
     torch.manual_seed(0)
     fresh = RecurrentModel(replace(TINY, injection=injection)).to(dtype)
     for model in (fresh, tiny(injection=injection).to(dtype)):
