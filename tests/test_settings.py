@@ -59,7 +59,8 @@ def test_the_paper_preset_has_the_papers_size():
 def test_an_unknown_preset_is_named_with_the_nearest():
     with pytest.raises(ConfigError, match="no preset named 'smal'; did you mean 'small'\\? known:"):
         build(preset="smal")
-    with pytest.raises(ConfigError, match="known: paper-135m, small, tiny"):
+    names = "flt-base, flt-small, flt-tiny, paper-135m, small, tiny"
+    with pytest.raises(ConfigError, match=f"known: {names}"):
         build(preset="../../etc/passwd")
 
 

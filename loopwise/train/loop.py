@@ -21,7 +21,8 @@ from loopwise.measure.evaluate import batches, loss_by_depth
 from loopwise.models.base import LoopedLM
 from loopwise.models.costs import flops_per_token, parameters
 from loopwise.tokenizer import Tokenizer
-from loopwise.train.loss import LoopedLoss
+from loopwise.train.diagnostics import Diagnostics, gradients_of
+from loopwise.train.loss import LoopedLoss, LossOn
 from loopwise.train.machine import can_compile, matmul_peak, peak_memory_gib, pick_dtype
 from loopwise.train.metrics import MetricLog
 from loopwise.train.optim import OptimConfig, Optimizer, lr_factor
@@ -42,6 +43,8 @@ class TrainConfig:
     workers: int = 0  # loader processes
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     compile: Literal["auto", "on", "off"] = "auto"
+    loss_on: LossOn = "last"  # recurrences whose loss is learned from
+    diagnostics: bool = False  # gradient and latent norms of every step, in metrics.jsonl
     checkpoint_recurrences: bool = False  # recompute each recurrence backwards: less memory
     eval_every: int = 250  # steps
     eval_blocks: int = 32
@@ -120,9 +123,12 @@ class Trainer:
         self.sampler = DepthSampler(depth)
         self.seed, self.folder, self.data_info = seed, folder, data_info or {}
         compiled = config.compile == "on" or (config.compile == "auto" and can_compile(self.device))
+        self.diagnostics = Diagnostics() if config.diagnostics else None
         self.loss = LoopedLoss(
             self.model,
             backprop_depth=depth.backprop_depth,
+            loss_on=config.loss_on,
+            diagnostics=self.diagnostics,
             checkpoint_recurrences=config.checkpoint_recurrences,
             compiled=compiled,
         )
@@ -131,6 +137,7 @@ class Trainer:
         self.step = 0
         self.skipped = 0
         self.last_loss = math.nan
+        self._first_of_run = True
         self._on_event = on_event or (lambda event: None)
         self._signal: str | None = None
 
@@ -228,9 +235,14 @@ class Trainer:
             total += loss.item() / n_targets
         norm = self.optimizer.collect_gradients()
         factor = lr_factor(self.optim, self.step, self.config.steps)
+        if self._first_of_run:
+            self._warn_of_idle_parameters()
+        seen = None
+        if self.diagnostics is not None:
+            seen = self.diagnostics.collect(gradients_of(self.optimizer.masters))
         finite = math.isfinite(total) and math.isfinite(norm.item())
         if finite:
-            self.optimizer.step(norm, factor)
+            self.optimizer.step(norm, factor, self.step)
         else:
             self._refuse_update(total, norm.item(), depth)
         self.step += 1
@@ -255,6 +267,23 @@ class Trainer:
                 "skipped_steps": self.skipped,
             }
         )
+
+        if seen is not None:
+            self._emit({"event": "diagnostics", "step": self.step, **seen})
+
+    def _warn_of_idle_parameters(self) -> None:
+        """Once: parameters no gradient reached, as when truncation cuts off all they feed."""
+        self._first_of_run = False
+        idle = [name for name, m in self.optimizer.masters.items() if m.grad is None]
+        if idle:
+            self._emit(
+                {
+                    "event": "warning",
+                    "step": self.step + 1,
+                    "text": f"no gradient reaches {', '.join(idle[:4])}; they stay as they are. "
+                    "With inject=none set depth.backprop_depth to at least the depth",
+                }
+            )
 
     def _refuse_update(self, loss: float, norm: float, depth: int) -> None:
         """A non-finite step never reaches the weights."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from loopwise.data import TokenBatch
 from loopwise.models.base import KVView, LoopedLM
 from loopwise.models.views import PackedView
+from loopwise.train.diagnostics import Diagnostics
+
+LossOn = Literal["last", "every", "last-third"]
 
 
 class LoopedLoss:
@@ -25,6 +29,9 @@ class LoopedLoss:
         model: whose weights learn.
         backprop_depth: recurrences at the end that gradients flow through; the ones before run
             without a graph (truncated back-propagation through depth).
+        loss_on: which recurrences are read: the last, every one that learns, or the last third of
+            the depth; their losses are averaged.
+        diagnostics: told of every recurrence that learns; None costs nothing.
         checkpoint_recurrences: keep one latent per recurrence and recompute the rest backwards.
         compiled: use torch.compile, with this ``backend``.
     """
@@ -34,19 +41,25 @@ class LoopedLoss:
         model: LoopedLM,
         *,
         backprop_depth: int,
+        loss_on: LossOn = "last",
+        diagnostics: Diagnostics | None = None,
         checkpoint_recurrences: bool = False,
         compiled: bool = False,
         backend: str | Callable[..., Any] = "inductor",
     ) -> None:
         self.model = model
         self.backprop_depth = backprop_depth
+        self.loss_on = loss_on
+        self.diagnostics = diagnostics
         self.checkpoint_recurrences = checkpoint_recurrences
         self.prelude: Callable[..., Tensor] = model.prelude
         self.core_step: Callable[..., Tensor] = model.core_step
         self.read: Callable[..., Tensor] = self._read
         if compiled:
             self.prelude = torch.compile(self.prelude, dynamic=False, backend=backend)
-            self.core_step = torch.compile(self.core_step, dynamic=False, backend=backend)
+            # Sizes never change, but r does: past its first value it becomes a symbol, so that a
+            # model which reads r compiles once for recurrence 1 and once for all later ones.
+            self.core_step = torch.compile(self.core_step, dynamic=None, backend=backend)
             self.read = torch.compile(self.read, dynamic=False, backend=backend)
 
     def __call__(self, batch: TokenBatch, depth: int, seeds: Tensor | None = None) -> Tensor:
@@ -61,7 +74,7 @@ class LoopedLoss:
             self.model.geometry.rope, batch.positions, batch.document_ids, self.model.dtype
         )
         injection = self.prelude(batch.token_ids, view)
-        latent = self.initial(injection, seeds)
+        latent = self.model.initial_latent(injection, seeds)
         free = max(depth - self.backprop_depth, 0)
         with torch.no_grad():
             for r in range(1, free + 1):
@@ -69,12 +82,22 @@ class LoopedLoss:
         if not latent.requires_grad:
             # One kind of latent for every recurrence that learns: one compiled variant, not two.
             latent = latent.detach().requires_grad_()
+        first_read = self._first_read(depth, free)
+        losses = []
         for r in range(free + 1, depth + 1):
             latent = self.learning_step(latent, injection, r, view)
-        return self.read(latent, depth, view, batch.targets)
+            if self.diagnostics is not None:
+                self.diagnostics.watch(latent, r)
+            if r >= first_read:
+                losses.append(self.read(latent, r, view, batch.targets))
+        return torch.stack(losses).mean() if len(losses) > 1 else losses[0]
 
-    def initial(self, injection: Tensor, seeds: Tensor | None) -> Tensor:
-        return self.model.initial_latent(injection, seeds)
+    def _first_read(self, depth: int, free: int) -> int:
+        """The first recurrence that is read; those that learn nothing are not."""
+        if self.loss_on == "last":
+            return depth
+        wanted = 1 if self.loss_on == "every" else depth - math.ceil(depth / 3) + 1
+        return max(wanted, free + 1)
 
     def learning_step(self, latent: Tensor, injection: Tensor, r: int, view: KVView) -> Tensor:
         if self.checkpoint_recurrences:

@@ -18,12 +18,19 @@ class OptimConfig:
     """Muon for matrices (Jordan et al. 2024) with AdamW for the rest, or AdamW alone."""
 
     name: Literal["muon", "adamw"] = "muon"
-    lr: float = 3e-3  # Muon's is scaled so that its updates have AdamW's RMS
-    embedding_lr: float = 3e-3  # embedding, head and norms
+    lr: float = 3e-3  # of matrices
+    # match-rms: Muon's updates get the RMS of AdamW's, so that rates carry over; original: as first
+    # published, sqrt(max(1, rows / columns)).
+    muon_scale: Literal["match-rms", "original"] = "match-rms"
+    embedding_lr: float = 3e-3  # and of norms
+    head_lr: float | None = None  # of an untied head; None: that of the embedding
     weight_decay: float = 0.05  # matrices only
     beta1: float = 0.9
     beta2: float = 0.95
+    eps: float = 1e-8
     momentum: float = 0.95  # Muon
+    momentum_start: float = 0.95  # rises linearly to `momentum` over the warm-up steps
+    momentum_warmup_steps: int = 0
     grad_clip: float = 1.0
     warmup_fraction: float = 0.02
     decay_fraction: float = 0.4  # of all steps, at the end, linear
@@ -31,15 +38,15 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        for name in ("lr", "embedding_lr", "grad_clip"):
-            if not 0 < getattr(self, name) < math.inf:
+        for name in ("lr", "embedding_lr", "head_lr", "grad_clip", "eps"):
+            if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"optim.{name}={getattr(self, name)} must be above 0 and finite")
         for name in ("warmup_fraction", "decay_fraction", "final_lr_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"optim.{name}={getattr(self, name)} must be in [0, 1]")
         if not 0 <= self.weight_decay < math.inf:
             raise ConfigError(f"optim.weight_decay={self.weight_decay} must be 0 or more, finite")
-        for name in ("beta1", "beta2", "momentum"):
+        for name in ("beta1", "beta2", "momentum", "momentum_start"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"optim.{name}={getattr(self, name)} must be in [0, 1)")
 
@@ -52,6 +59,14 @@ def lr_factor(config: OptimConfig, step: int, steps: int) -> float:
     fall = (steps - step) / decay if decay >= 1 else 1.0
     low = config.final_lr_fraction
     return min(1.0, rise, low + (1 - low) * min(fall, 1.0))
+
+
+def momentum_at(config: OptimConfig, step: int) -> float:
+    """Muon's momentum at optimiser step ``step`` (from 0)."""
+    if step >= config.momentum_warmup_steps:
+        return config.momentum
+    part = step / config.momentum_warmup_steps
+    return config.momentum_start + part * (config.momentum - config.momentum_start)
 
 
 class Optimizer:
@@ -69,11 +84,15 @@ class Optimizer:
             for name, p in self.params.items()
         }
         matrices: list[nn.Parameter] = []
+        head: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
         for name, master in self.masters.items():
-            is_matrix = master.ndim == 2 and "embedding" not in name
-            (matrices if is_matrix else others).append(master)
-        betas = (config.beta1, config.beta2)
+            if "unembedding" in name:
+                head.append(master)
+            elif master.ndim == 2 and "embedding" not in name:
+                matrices.append(master)
+            else:
+                others.append(master)
         self.parts: list[tuple[float, torch.optim.Optimizer]] = []
         if config.name == "muon":
             muon = torch.optim.Muon(
@@ -81,16 +100,21 @@ class Optimizer:
                 lr=config.lr,
                 momentum=config.momentum,
                 weight_decay=config.weight_decay,
-                adjust_lr_fn="match_rms_adamw",
+                adjust_lr_fn="match_rms_adamw" if config.muon_scale == "match-rms" else "original",
             )
             self.parts.append((config.lr, muon))
         else:
-            adamw = torch.optim.AdamW(
-                matrices, lr=config.lr, betas=betas, weight_decay=config.weight_decay
-            )
-            self.parts.append((config.lr, adamw))
-        rest = torch.optim.AdamW(others, lr=config.embedding_lr, betas=betas, weight_decay=0.0)
-        self.parts.append((config.embedding_lr, rest))
+            self.parts.append((config.lr, self._adamw(matrices, config.lr, config.weight_decay)))
+        self.parts.append((config.embedding_lr, self._adamw(others, config.embedding_lr, 0.0)))
+        if head:
+            head_lr = config.head_lr or config.embedding_lr
+            self.parts.append((head_lr, self._adamw(head, head_lr, 0.0)))
+
+    def _adamw(self, params: list[nn.Parameter], lr: float, decay: float) -> torch.optim.AdamW:
+        betas = (self.config.beta1, self.config.beta2)
+        return torch.optim.AdamW(
+            params, lr=lr, betas=betas, eps=self.config.eps, weight_decay=decay
+        )
 
     def collect_gradients(self) -> Tensor:
         """Move gradients onto the masters; their global L2 norm before clipping, float32 scalar."""
@@ -102,14 +126,21 @@ class Optimizer:
         grads = [m.grad for m in self.masters.values() if m.grad is not None]
         return torch.nn.utils.get_total_norm(grads)
 
-    def step(self, norm: Tensor, factor: float) -> None:
-        """Clip by the measured ``norm``, update at ``factor`` times the base rates, refresh."""
+    def step(self, norm: Tensor, factor: float, step: int = 0) -> None:
+        """Clip by the measured ``norm``, update, refresh the model's weights.
+
+        Args:
+            factor: share of the base rates to update at.
+            step: optimiser step, from 0, for the momentum's warm-up.
+        """
         torch.nn.utils.clip_grads_with_norm_(
             self.masters.values(), max_norm=self.config.grad_clip, total_norm=norm
         )
         for base, part in self.parts:
             for group in part.param_groups:
                 group["lr"] = base * factor
+                if "momentum" in group:
+                    group["momentum"] = momentum_at(self.config, step)
             part.step()
         self.zero_grad()
         self._refresh()

@@ -100,11 +100,11 @@ def forward(model: LoopedModel, *rows: list[int], depth: int) -> Tensor:
 
 
 def gap(left: Tensor, right: Any) -> float:
-    return float((left.detach().double() - torch.as_tensor(right)).abs().max())
+    return float((left.detach().double() - torch.as_tensor(right).detach()).abs().max())
 
 
 def test_these_are_all_the_injections() -> None:
-    assert list(get_args(Inject)) == INJECTS or sorted(get_args(Inject)) == sorted(INJECTS)
+    assert sorted(get_args(Inject)) == sorted(INJECTS)
 
 
 # The forward pass.
@@ -120,8 +120,7 @@ def test_the_forward_pass_is_that_of_slow_loops(options: dict[str, Any], inject:
     depths = [depth for depth in DEPTHS if depth <= deepest]
     wanted = {"A": naive.forward(A, deepest), "B": naive.forward(B, deepest)}
     assert wanted["A"].std() > 0.1, "the comparison would say nothing about flat logits"
-    if deepest > 1:
-        assert abs(wanted["A"][0] - wanted["A"][2]).max() > 0.05, "recurrences must matter"
+    assert abs(wanted["A"][0] - wanted["A"][2]).max() > 0.05, "recurrences must matter"
     found = {depth: forward(model, A, B, depth=depth) for depth in depths}
     model.float()
     for depth in depths:
@@ -209,7 +208,7 @@ def test_a_stream_that_starts_again_does_not_grow(inject: str) -> None:
     """The residual exploded with the number of recurrences."""
     for seed in range(3):
         sizes = {}
-        for r, latent, view in latents_of(tiny(seed, inject=inject), A, B):
+        for r, latent, _ in latents_of(tiny(seed, inject=inject), A, B):
             assert latent.isfinite().all()
             sizes[r] = float(latent.norm(dim=-1).mean())
             if r == 64:
@@ -414,15 +413,19 @@ def test_the_slopes_of_these_tests_are_those_of_the_slow_loops() -> None:
 # Rows of one call at recurrences of their own.
 
 
-class Repeating:
-    """Each row gets its own values: no row can matter to another. Keeps what it was handed."""
+class Alone:
+    """Each row weighs its own values by its own query: no row can matter to another.
+
+    Keeps what it was handed.
+    """
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, Any, Tensor, Tensor, Tensor]] = []
 
     def attend(self, layer: int, r: int | Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.calls.append((layer, r, q, k, v))
-        return v.repeat_interleave(q.shape[-2] // v.shape[-2], dim=-2)
+        k, v = (t.repeat_interleave(q.shape[-2] // t.shape[-2], dim=-2) for t in (k, v))
+        return v * (q * k).sum(dim=-1, keepdim=True).sigmoid()
 
 
 class Grouped:
@@ -446,7 +449,7 @@ def mixed_rows(inject: str, learned: bool) -> tuple[LoopedModel, Tensor, Tensor]
     """A model, latents of any kind and the injections of seven rows."""
     model = tiny(inject=inject, learned_norms=learned)
     generator = torch.Generator().manual_seed(2)
-    injection = model.prelude(torch.tensor(A[:7]), Repeating())
+    injection = model.prelude(torch.tensor(A[:7]), Alone())
     latent = 3 * torch.randn(7, 16, generator=generator, dtype=torch.float64)
     fresh = model.initial_latent(injection)
     return model, torch.where((MIXED_R == 1)[:, None], fresh, latent), injection
@@ -458,22 +461,22 @@ def test_a_row_does_not_care_at_which_recurrence_the_others_stand(
     inject: str, learned: bool
 ) -> None:
     model, latent, injection = mixed_rows(inject, learned)
-    together = Repeating()
+    together = Alone()
     found = model.core_step(latent, injection, MIXED_R, together)
     assert [call[0] for call in together.calls] == [0, 1]
     assert all(torch.equal(torch.as_tensor(call[1]), MIXED_R) for call in together.calls)
     for row, r in enumerate(MIXED_R.tolist()):
         one = slice(row, row + 1)
         for own in (r, MIXED_R[one]):
-            alone = Repeating()
+            alone = Alone()
             wanted = model.core_step(latent[one], injection[one], own, alone)
             assert gap(found[one], wanted) < 1e-12
             for mixed, single in zip(together.calls, alone.calls, strict=True):
                 for many, few in zip(mixed[2:], single[2:], strict=True):
                     assert gap(many[one], few) < 1e-12, f"row {row}, layer {mixed[0]}"
-    first = model.core_step(latent, injection, 1, Repeating())
+    first = model.core_step(latent, injection, 1, Alone())
     assert gap(found[1], first[1]) > 1e-3, "at r > 1 the latent must matter"
-    assert gap(model.core_step(latent, injection, torch.ones(7).long(), Repeating()), first) == 0
+    assert gap(model.core_step(latent, injection, torch.ones(7).long(), Alone()), first) == 0
 
 
 @pytest.mark.parametrize(("inject", "learned"), INJECTS_AND_NORMS)
@@ -490,7 +493,7 @@ def test_requests_at_recurrences_of_their_own_share_one_call(inject: str, learne
         view = Grouped(groups[rows])
         wanted = model.core_step(latent[rows], injection[rows], own, view)
         assert gap(found[rows], wanted) < 1e-12
-        everyone = model.core_step(latent[rows], injection[rows], own, Repeating())
+        everyone = model.core_step(latent[rows], injection[rows], own, Alone())
         assert group == 2 or gap(wanted, everyone) > 1e-3, "neighbours must matter"
 
 
@@ -499,17 +502,17 @@ def test_requests_at_recurrences_of_their_own_share_one_call(inject: str, learne
 def test_nothing_leaks_between_rows(inject: str, learned: bool) -> None:
     """Not even what is no number: a broken request must not take its neighbours with it."""
     model, latent, injection = mixed_rows(inject, learned)
-    clean = model.core_step(latent, injection, MIXED_R, Repeating())
+    clean = model.core_step(latent, injection, MIXED_R, Alone())
     for row in range(7):
         others = torch.arange(7) != row
         broken_latent, broken_injection = latent.clone(), injection.clone()
         broken_latent[row], broken_injection[row] = math.nan, math.nan
-        found = model.core_step(broken_latent, broken_injection, MIXED_R, Repeating())
+        found = model.core_step(broken_latent, broken_injection, MIXED_R, Alone())
         assert torch.equal(found[others], clean[others])
         assert found[row].isnan().all()
         later = MIXED_R.clone()
         later[row] += 1
-        found = model.core_step(latent, injection, later, Repeating())
+        found = model.core_step(latent, injection, later, Alone())
         assert torch.equal(found[others], clean[others])
 
 
@@ -518,11 +521,11 @@ def test_nothing_leaks_between_rows(inject: str, learned: bool) -> None:
 def test_recurrence_one_reads_no_earlier_state(inject: str) -> None:
     """A slot's last tenant showed through in the first recurrence of the next one."""
     model, latent, injection = mixed_rows(inject, False)
-    clean = model.core_step(latent, injection, MIXED_R, Repeating())
+    clean = model.core_step(latent, injection, MIXED_R, Alone())
     fresh = MIXED_R == 1
     for stale in (math.nan, math.inf, 5.0):
         dirty = latent.masked_fill(fresh[:, None], stale)
-        assert torch.equal(model.core_step(dirty, injection, MIXED_R, Repeating()), clean)
+        assert torch.equal(model.core_step(dirty, injection, MIXED_R, Alone()), clean)
 
 
 @pytest.mark.parametrize("inject", INJECTS)
@@ -530,7 +533,7 @@ def test_gradients_do_not_leak_between_rows(inject: str) -> None:
     model, latent, injection = mixed_rows(inject, True)
     latent, injection = (t.detach().requires_grad_() for t in (latent, injection))
     for row, r in enumerate(MIXED_R.tolist()):
-        out = model.core_step(latent, injection, MIXED_R, Repeating())[row]
+        out = model.core_step(latent, injection, MIXED_R, Alone())[row]
         pulled = torch.autograd.grad(
             out.square().sum(), (latent, injection), allow_unused=True, materialize_grads=True
         )
@@ -548,16 +551,44 @@ def test_gradients_do_not_leak_between_rows(inject: str) -> None:
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_truncated_training_reaches_every_parameter(inject: str, checkpointed: bool) -> None:
     model = tiny(inject=inject, learned_norms=True).float()
-    loss = LoopedLoss(model, backprop_depth=2, checkpoint_recurrences=checkpointed)
-    total = loss(as_batch(A, B), 3)
-    wanted = -forward(model, A, B, depth=3).log_softmax(dim=-1)
-    targets = as_batch(A, B).targets.unsqueeze(-1)
-    assert gap(total, wanted.gather(-1, targets).sum().double()) < 1e-3
-    total.backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, f"{name} gets no gradient"
-        assert parameter.grad.isfinite().all()
-        assert parameter.grad.any(), f"{name} gets no gradient"
+    batch = as_batch(A, B)
+    log_p = forward(model, A, B, depth=3).log_softmax(dim=-1)
+    wanted = -log_p.gather(-1, batch.targets.unsqueeze(-1)).sum()
+    for backprop_depth in (2, 3):
+        loss = LoopedLoss(model, backprop_depth=backprop_depth, checkpoint_recurrences=checkpointed)
+        total = loss(batch, 3)
+        assert gap(total, wanted.double()) < 1e-3
+        total.backward()
+        for name, parameter in model.named_parameters():
+            if inject == "none" and backprop_depth == 2 and "embedding" in name:
+                # Tokens enter at recurrence 1 alone, which truncation left out of the graph.
+                assert parameter.grad is None or name == "unembedding.weight"
+                continue
+            assert parameter.grad is not None, f"{name} gets no gradient"
+            assert parameter.grad.isfinite().all()
+            assert parameter.grad.any(), f"{name} gets no gradient"
+        model.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's own, in tracing
+def test_any_depths_need_few_compilations_of_the_core() -> None:
+    compiled: list[int] = []
+
+    def count(graph: Any, example_inputs: Any) -> Any:
+        compiled.append(len(graph.graph.nodes))
+        return graph.forward
+
+    torch.compiler.reset()
+    model = tiny(n_layers=1).float().train()
+    loss = LoopedLoss(model, backprop_depth=4, compiled=True, backend=count)
+    try:
+        for depth in (3, 1, 9):
+            loss(as_batch(A, B), depth)
+    finally:
+        torch.compiler.reset()
+    # prelude, reading; core at recurrence 1 and after it, with a graph and without, and once more
+    # for latents that are leaves
+    assert len(compiled) <= 2 + 5
 
 
 @pytest.mark.parametrize("inject", INJECTS)
