@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from loopwise.errors import LoopwiseError
+from loopwise.errors import ConfigError, LoopwiseError
 
 if TYPE_CHECKING:
     from loopwise.display import Display
@@ -175,6 +175,45 @@ def generate(
         )
 
 
+@app.command()
+def stability(
+    variants: Annotated[
+        str, typer.Option("--variants", help="Comma list: lt,lt-input,lt-attn-first,fla,flt.")
+    ] = "lt,lt-input,lt-attn-first,fla,flt",
+    loops: Annotated[str, typer.Option("--loops", help="Comma list of loop counts.")] = "6,9,12",
+    seeds: Annotated[int, typer.Option("--seeds", help="Seeds of every cell.")] = 3,
+    lrs: Annotated[
+        str | None, typer.Option("--lrs", help="Comma list of matrix learning rates.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option("--steps", help="Optimiser steps of a cell.")] = None,
+    random_depth: Annotated[
+        bool, typer.Option("--random-depth", help="Draw depths with the loops as their mean.")
+    ] = False,
+    data: DataOption = None,
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    preset: PresetOption = None,
+    out: OutOption = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Train a grid of looped variants, see which collapse and why; finished cells are kept."""
+    with _command(as_json, debug) as (display, answer):
+        from loopwise.study.stability import GridConfig, run_grid
+
+        asked = _settings(preset, config, set_, data, None, None)
+        if steps is not None:
+            asked.setdefault("train", {})["steps"] = steps
+        grid = GridConfig(
+            variants=tuple(_listed(variants, str, "--variants")),
+            loops=tuple(_listed(loops, int, "--loops")),
+            seeds=seeds,
+            lrs=tuple(_listed(lrs, float, "--lrs")) if lrs else (),
+            random_depth=random_depth,
+        )
+        answer(run_grid(asked, grid, out or Path("runs") / "stability", display))
+
+
 @eval_app.command()
 def perplexity(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint or run folder.")],
@@ -256,6 +295,14 @@ def _settings(
         table["seed"] = seed
     asked = explicit_table(preset=preset, file=config, overrides=set_ or (), settings=table)
     return asked if baseline is None else fixed_baseline(asked, baseline)
+
+
+def _listed(text: str, kind: type, option: str) -> list[Any]:
+    """``"6,9,12"`` as a list of ``kind``."""
+    try:
+        return [kind(part.strip()) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ConfigError(f"{option} {text!r} must be a comma list of {kind.__name__}") from None
 
 
 def main() -> None:

@@ -59,8 +59,14 @@ class Display:
         if self.quiet:
             return
         kind = event["event"]
-        if kind == "step":
-            self._progress("training", event["step"], self._steps, _step_note(event))
+        if kind == "cell":
+            self._say(_cell_line(event))
+        elif "cell" in event and kind != "step":  # of a grid, only steps and outcomes
+            self._steps = event.get("steps", self._steps)
+        elif kind == "step":
+            self._progress(
+                event.get("cell", "training"), event["step"], self._steps, _step_note(event)
+            )
         elif kind == "progress":
             self._progress(event["stage"], event["done"], event["total"], "")
         elif kind == "estimate":
@@ -98,6 +104,16 @@ def _step_note(event: Event) -> str:
         f"loss {event['loss_nats']:.3f} nats  depth {event['depth']}  "
         f"{event['tokens_per_s']:,.0f} tokens/s  {event['matmul_peak_share']:.0%} of matmul peak"
     )
+
+
+def _cell_line(event: Event) -> str:
+    end = (
+        f"loss {event['final_loss_nats']:.3f} nats"
+        if event["status"] == "survived"
+        else event["reason"]
+    )
+    kept = " (kept)" if event["kept"] else ""
+    return f"[{event['index']}/{event['cells']}] {event['cell']}: {event['status']}{kept}, {end}"
 
 
 def _estimate_line(event: Event) -> str:
