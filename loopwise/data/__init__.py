@@ -2,14 +2,8 @@
 
 from loopwise.data.documents import Document
 from loopwise.data.files import ReadOptions, ReadReport, read_documents, split_held_out
-from loopwise.data.packing import (
-    PackedBlocks,
-    TokenBatch,
-    TokenStore,
-    load_or_tokenize,
-    micro_batch_loader,
-    tokenize,
-)
+from loopwise.data.packing import PackedBlocks, TokenBatch, micro_batch_loader
+from loopwise.data.store import TokenStore, load_or_tokenize, tokenize
 from loopwise.data.stories import CORPORA, generate
 
 __all__ = [

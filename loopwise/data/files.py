@@ -11,32 +11,25 @@ Nothing is dropped unseen: what cannot be used is an error that names file and l
 from __future__ import annotations
 
 import glob
-import gzip
 import hashlib
 import itertools
 import json
-import lzma
 import tempfile
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal, get_args
-
-import zstandard
+from typing import Any, Literal, get_args
 
 from loopwise.data import stories
+from loopwise.data.compressed import COMPRESSIONS, lines_of, unpacked_chunks
 from loopwise.data.documents import Document
 from loopwise.errors import ConfigError, DataError, require_extra
 
 EncodingErrors = Literal["strict", "replace", "skip"]
 Split = Literal["auto", "line", "separator", "blank-line", "file"]
 FORMATS = (".txt", ".jsonl", ".parquet")
-COMPRESSIONS = (".gz", ".xz", ".zst")
 BUILTIN_COUNT = 10_000  # documents of a built-in corpus when none are asked for: about 7 MB
-_CHUNK = 1 << 20
 _BAD_BYTES = "bad utf-8"
 _BLANK = "blank"
 
@@ -144,6 +137,11 @@ def split_held_out(
 def _draw(seed: int, index: int, text: str) -> float:
     raw = f"{seed}/{index}/{text}".encode("utf-8", errors="surrogatepass")
     return int.from_bytes(hashlib.sha256(raw).digest()[:6], "big") / 2**48
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    kind, compression = _format(path)
+    return unpacked_chunks(path, compression, is_text=kind != ".parquet")
 
 
 # -- sources -----------------------------------------------------------------------------------
@@ -287,7 +285,7 @@ def _record_documents(
 
 
 def _json_records(path: Path, options: ReadOptions, report: ReadReport) -> Iterator[_Record]:
-    for number, raw in enumerate(_lines(_chunks(path)), start=1):
+    for number, raw in enumerate(lines_of(_chunks(path)), start=1):
         line = _decode(raw, f"{path}: line {number}", options, report)
         if line is None:
             report.skipped[_BAD_BYTES] += 1
@@ -367,7 +365,7 @@ def _text_documents(path: Path, options: ReadOptions, report: ReadReport) -> Ite
         has_one = any(_is_line(line, separator) for line in head.split(b"\n"))
         split = "separator" if has_one else "file"
     pieces = _Pieces(path, options, report)
-    for number, raw in enumerate(_lines(chunks), start=1):
+    for number, raw in enumerate(lines_of(chunks), start=1):
         if split == "separator" and _is_line(raw, options.separator.encode()):
             yield from pieces.end()
             continue
@@ -452,9 +450,6 @@ def _is_line(raw: bytes, separator: bytes) -> bool:
     return raw.removesuffix(b"\r") == separator
 
 
-# -- bytes -------------------------------------------------------------------------------------
-
-
 def _decode(raw: bytes, where: str, options: ReadOptions, report: ReadReport) -> str | None:
     """The text of one line or record; None if it is to be skipped."""
     try:
@@ -470,71 +465,3 @@ def _decode(raw: bytes, where: str, options: ReadOptions, report: ReadReport) ->
             "convert the file (for Windows text: iconv -f WINDOWS-1252 -t UTF-8), or set "
             "encoding_errors to 'replace' or 'skip'"
         ) from err
-
-
-def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Lines without their LF or CRLF; the last may lack one."""
-    rest = b""
-    for chunk in chunks:
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            yield line.removesuffix(b"\r")
-    if rest:
-        yield rest
-
-
-def _chunks(path: Path) -> Iterator[bytes]:
-    """The unpacked bytes of a file, 1 MiB at a time, without a byte order mark.
-
-    Raises:
-        DataError: unreadable, truncated, corrupt, or (unless Parquet) binary.
-    """
-    first = True
-    try:
-        with open(path, "rb") as file:
-            for chunk in _unpacked(file, _format(path)[1]):
-                if first and _format(path)[0] != ".parquet":
-                    if b"\0" in chunk[:1024]:
-                        raise DataError(
-                            f"{path} is binary (it has NUL bytes), not UTF-8 text; take it out of "
-                            "the sources, or convert it if it is UTF-16"
-                        )
-                    chunk = chunk.removeprefix(b"\xef\xbb\xbf")
-                first = False
-                yield chunk
-    except (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError) as err:
-        raise DataError(f"{path}: cannot be read to its end ({err}); copy the file anew") from err
-    if first:
-        raise DataError(f"{path} is empty; take it out of the sources")
-
-
-def _unpacked(file: IO[bytes], compression: str) -> Iterator[bytes]:
-    if compression == ".zst":
-        yield from _zstd_chunks(file)
-        return
-    openers = {".gz": gzip.open, ".xz": lzma.open}
-    if compression in openers:
-        file = openers[compression](file)  # type: ignore[operator]
-    with closing(file):
-        while chunk := file.read(_CHUNK):
-            yield chunk
-
-
-def _zstd_chunks(file: IO[bytes]) -> Iterator[bytes]:
-    """Frame by frame, because the library's own reader takes a truncated file for a whole one."""
-    frame = zstandard.ZstdDecompressor().decompressobj()
-    fresh = True
-    gathered = b""
-    while data := file.read(_CHUNK // 16):  # unpacks to many times as much
-        while data:
-            gathered += frame.decompress(data)
-            data, fresh = frame.unused_data, frame.eof
-            if fresh:
-                frame = zstandard.ZstdDecompressor().decompressobj()
-        if len(gathered) >= _CHUNK:
-            yield gathered
-            gathered = b""
-    if not fresh:
-        raise EOFError("the compressed file ends early")
-    if gathered:
-        yield gathered

@@ -14,15 +14,8 @@ from hypothesis import strategies as st
 
 from loopwise.data.documents import Document
 from loopwise.data.files import ReadOptions, ReadReport, read_documents
-from loopwise.data.packing import (
-    NO_TARGET,
-    PackedBlocks,
-    TokenBatch,
-    TokenStore,
-    load_or_tokenize,
-    micro_batch_loader,
-    tokenize,
-)
+from loopwise.data.packing import NO_TARGET, PackedBlocks, TokenBatch, micro_batch_loader
+from loopwise.data.store import TokenStore, load_or_tokenize, tokenize
 from loopwise.data.stories import generate
 from loopwise.errors import ConfigError, DataError, TokenizerError
 from loopwise.tokenizer import BPETokenizer, ByteTokenizer
