@@ -1,0 +1,83 @@
+"""Runs of `loopwise study` side by side, as Markdown tables for docs/results.
+
+python -m benchmarks.compare_runs runs/a runs/b ...
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+DEPTHS = (1, 2, 4, 8, 16, 32)
+BUDGETS = (0.01, 0.001)
+RULES = ("kl", "latent-change", "probe", "oracle-kl")
+
+
+def main(folders: list[str]) -> None:
+    runs = [(Path(f).name, json.loads((Path(f) / "results.json").read_text())) for f in folders]
+    convergence = [_convergence(name, run, c) for name, run in runs for c in run["convergence"]]
+    print(_table(convergence))
+    print()
+    print(_table([row for name, run in runs for f in run["frontiers"] for row in _rules(name, f)]))
+
+
+def _convergence(name: str, run: dict[str, Any], c: dict[str, Any]) -> dict[str, str]:
+    loss, model = c["loss_nats"]["mean"], run["model"]
+    kl = c["curves"]["kl_prev"]["mean"]
+    sat = c["saturation"]
+    row = {
+        "run": name,
+        "corpus": c["corpus"],
+        "parameters": f"{model['parameters'] / 1e6:.2f}M",
+        "layers": "/".join(map(str, model["layers"])),
+        "tokens seen": f"{run['training']['tokens_seen'] / 1e6:.2f}M",
+    }
+    row |= {f"r={r}": f"{loss[r - 1]:.3f}" for r in DEPTHS if r <= len(loss)}
+    if len(loss) >= 16:
+        row["KL 2 / 16"] = f"{kl[1] / kl[15]:,.0f}"
+    return row | {
+        "worth of depth, nats": f"{loss[0] - min(loss):.3f}",
+        "saturation": f"{sat['depth']} ({sat['low']}-{sat['high']})",
+        "contraction": f"{c['contraction']['rate']:.2f}" if c["contraction"]["rate"] else "-",
+        "median settled": f"{c['settled']['median']:.0f}",
+        "moving at mean": f"{c['moving_at_training_mean']:.1%}",
+    }
+
+
+def _rules(name: str, frontier: dict[str, Any]) -> list[dict[str, str]]:
+    points = {
+        (b["policy"], b["meaning"], b["budget_nats"]): b["point"] for b in frontier["budgets"]
+    }
+    rows = []
+    for policy in ("fixed", *RULES):
+        for meaning in ("uniform", "replayed", "live"):
+            if (policy, meaning, BUDGETS[0]) not in points:
+                continue
+            row = {"run": name, "corpus": frontier["corpus"], "rule": policy, "exits": meaning}
+            for budget in BUDGETS:
+                point = points[policy, meaning, budget]
+                row |= {
+                    f"depth at {budget}": f"{point['mean_depth']:.2f}" if point else "not met",
+                    f"gain at {budget}": _gain(point),
+                    f"compute at {budget}": f"{point['charged_share']:.0%}" if point else "",
+                }
+            rows.append(row)
+    return rows
+
+
+def _gain(point: dict[str, Any] | None) -> str:
+    if point is None:
+        return ""
+    return f"{point['allocation_gain']:.2f} ({point['gain_low']:.2f}-{point['gain_high']:.2f})"
+
+
+def _table(rows: list[dict[str, str]]) -> str:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [names, ["---"] * len(names), *([row.get(n, "") for n in names] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
