@@ -89,14 +89,20 @@ def train(
     baseline: BaselineOption = None,
     out: OutOption = None,
     resume: ResumeOption = False,
+    diagnostics: Annotated[
+        bool, typer.Option("--diagnostics", help="Log gradient and latent norms of every step.")
+    ] = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Train a model with random depth; checkpoints and metrics go to --out."""
     with _command(as_json, debug) as (display, answer):
+        from loopwise.config import merge
         from loopwise.study import train_command
 
         settings = _settings(preset, config, set_, data, held_out, seed, baseline)
+        if diagnostics:
+            settings = merge(settings, {"train": {"diagnostics": True}})
         answer(train_command(settings, out or Path("runs") / "train", display, resume))
 
 

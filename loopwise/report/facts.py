@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,23 +31,38 @@ def read_results(run: Path) -> Results:
     Raises:
         RunFolderError: there are none, or they are not a results file of this format.
     """
-    file = run / "results.json"
     remedy = "make it with 'loopwise study', or with 'loopwise measure' on a finished checkpoint"
+    return read_versioned(run, "loopwise-results", _missing, remedy)
+
+
+def read_versioned(
+    run: Path, name: str, missing: Callable[[Results], list[str]], remedy: str
+) -> Results:
+    """``results.json`` of a folder, checked.
+
+    Args:
+        name: of the format, which must be of version 1.
+        missing: what a file of that format lacks.
+        remedy: closes every refusal.
+    Raises:
+        RunFolderError: there is no such file, or it is not one of this format.
+    """
+    file = run / "results.json"
     if not file.is_file():
         raise RunFolderError(f"{str(run)!r} holds no results.json; {remedy}")
     try:
         results = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as err:
         raise RunFolderError(f"{str(file)!r} is not JSON ({err}); {remedy}") from err
-    if not isinstance(results, dict) or results.get("format") != "loopwise-results":
+    if not isinstance(results, dict) or results.get("format") != name:
         raise RunFolderError(f"{str(file)!r} is not a results file of loopwise; {remedy}")
     if results.get("version") != 1:
         raise RunFolderError(
             f"{str(file)!r} has version {results.get('version')!r}, this loopwise reads 1; {remedy}"
         )
-    missing = _missing(results)
-    if missing:
-        raise RunFolderError(f"{str(file)!r} lacks {', '.join(missing)}; {remedy}")
+    lacking = missing(results)
+    if lacking:
+        raise RunFolderError(f"{str(file)!r} lacks {', '.join(lacking)}; {remedy}")
     return results
 
 

@@ -30,8 +30,17 @@ def write_report(run: Path) -> Path:
     evals = read_metrics(metrics, "eval") + read_metrics(metrics, "done")
     gallery = Gallery(run / "plots")
     body = sections.everything(results, steps, evals, gallery.add)
-    page, aside = run / "report.html", run / ".report.html"
-    aside.write_text(_document(results, body), encoding="utf-8")
+    return write_page(run, "loopwise report", body, passage.shades(results))
+
+
+def write_page(folder: Path, title: str, body: list[Html], css: str = "") -> Path:
+    """Write ``report.html``, whole or not at all.
+
+    Args:
+        css: rules of this page, after the shared ones.
+    """
+    page, aside = folder / "report.html", folder / ".report.html"
+    aside.write_text(_document(title, body, css), encoding="utf-8")
     aside.replace(page)
     return page
 
@@ -60,12 +69,12 @@ class Gallery:
         return figure(Html(to_svg(drawing, safe, caption)), caption)
 
 
-def _document(results: facts.Results, body: list[Html]) -> str:
+def _document(title: str, body: list[Html], css: str) -> str:
     style = css_variables() + resources.files(__package__).joinpath("style.css").read_text("utf-8")
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        "<title>loopwise report</title>\n"
-        f"<style>\n{style}{passage.shades(results)}</style>\n</head>\n<body>\n<main>\n"
+        f"<title>{title}</title>\n"
+        f"<style>\n{style}{css}</style>\n</head>\n<body>\n<main>\n"
         f"{join(body)}\n</main>\n</body>\n</html>\n"
     )

@@ -19,6 +19,7 @@ from loopwise.data import PackedBlocks, TokenBatch, micro_batch_loader
 from loopwise.errors import ConfigError, NonFiniteError
 from loopwise.measure.evaluate import batches, loss_by_depth
 from loopwise.models.base import LoopedLM
+from loopwise.models.checkpoint import POINTER
 from loopwise.models.costs import flops_per_token, parameters
 from loopwise.tokenizer import Tokenizer
 from loopwise.train.diagnostics import Diagnostics, gradients_of
@@ -186,7 +187,7 @@ class Trainer:
         checkpoints = self.folder / "checkpoints"
         checkpoints.mkdir(parents=True, exist_ok=True)
         clean_leftovers(checkpoints)
-        if resume:
+        if resume and (checkpoints / POINTER).is_file():  # else it was killed before its first save
             self.step = load_step(checkpoints, self.optimizer)
         self.log = MetricLog(self.folder / "metrics.jsonl")
         estimate = self.estimate()

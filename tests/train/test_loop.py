@@ -249,3 +249,15 @@ def test_schedule_warms_up_stays_and_decays():
     assert factors[10:80] == [1.0] * 70
     assert factors[-1] == pytest.approx(0.1 + 0.9 / 20)
     assert max(factors) == 1.0
+
+
+def test_a_run_killed_before_its_first_save_starts_again(tmp_path):
+    trainer = make_trainer(tmp_path, steps=4)
+
+    def dies(micro_batches):
+        raise KeyboardInterrupt
+
+    trainer._one_step = dies
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run()
+    assert make_trainer(tmp_path, steps=4).run(resume=True)["step"] == 4
