@@ -205,6 +205,7 @@ def stability(
 ) -> None:
     """Train a grid of looped variants, see which collapse and why; finished cells are kept."""
     with _command(as_json, debug) as (display, answer):
+        from loopwise.report import print_stability, write_stability_report
         from loopwise.study.stability import GridConfig, run_grid
 
         asked = _settings(preset, config, set_, data, None, None)
@@ -217,7 +218,13 @@ def stability(
             lrs=tuple(_listed(lrs, float, "--lrs")) if lrs else (),
             random_depth=random_depth,
         )
-        answer(run_grid(asked, grid, out or Path("runs") / "stability", display))
+        folder = out or Path("runs") / "stability"
+        results = run_grid(asked, grid, folder, display)
+        page = write_stability_report(folder)
+        display.stop()
+        print_stability(results, folder)
+        print(f"report: {page}")
+        answer({"report": str(page), "cells": results["cells"]})
 
 
 @eval_app.command()

@@ -1,6 +1,13 @@
 """Plots, the one-file HTML page and the terminal summary, from results alone."""
 
 from loopwise.report.page import write_report
+from loopwise.report.stability import print_stability, write_stability_report
 from loopwise.report.terminal import print_summary, summary_table
 
-__all__ = ["print_summary", "summary_table", "write_report"]
+__all__ = [
+    "print_stability",
+    "print_summary",
+    "summary_table",
+    "write_report",
+    "write_stability_report",
+]

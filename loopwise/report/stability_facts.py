@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,7 @@ OSCILLATION_WINDOW = 50  # steps; shorter where the runs are
 TAIL_SHARE = 0.1  # the last of a run's steps, for "at the end"
 _MAX_POINTS = 240  # of a curve; more steps than that are averaged in bins
 _REMEDY = "make it with 'loopwise stability'"
-_NEEDED = {
-    "grid": ("variants", "loops", "seeds", "collapse"),
-    "settings": ("model", "optim", "train"),
-}
+_TRAIN = ("steps", "seq", "micro_batch", "accumulation")
 _CELL = ("cell", "variant", "loops", "lr", "seed", "status", "step", "reason")
 
 
@@ -110,7 +107,8 @@ class Lab:
 
     @property
     def rule(self) -> CollapseRule:
-        return CollapseRule(**self.results["grid"]["collapse"])
+        stored = self.results["grid"]["collapse"]
+        return CollapseRule(**{f.name: stored[f.name] for f in fields(CollapseRule)})
 
     @property
     def tokens_per_step(self) -> int:
@@ -157,6 +155,11 @@ class Lab:
     def oscillation(self, run: Run) -> Array:
         return running_std(run.grad_norm, self.window)
 
+    def typical_oscillation(self, run: Run) -> float:
+        """Median over the run's steps; NaN where it is shorter than the window."""
+        middle = median(self.oscillation(run))
+        return math.nan if middle is None else middle
+
     def places(self) -> Iterable[tuple[str, int, float, list[Run]]]:
         """Everything that was run: variant, loops, rate and its seeds."""
         for variant in self.variants:
@@ -187,13 +190,27 @@ def gather(results: Results, folder: Path | None) -> Lab:
 
 
 def _missing(results: Results) -> list[str]:
-    lacking = [k for k in ("grid", "settings", "unigram_nats", "cells") if not results.get(k)]
-    for part, keys in _NEEDED.items():
-        if part not in lacking:
-            lacking += [f"{part}.{k}" for k in keys if k not in results[part]]
-    for i, cell in enumerate(results.get("cells") or []):
-        lacking += [f"cells[{i}].{k}" for k in _CELL if k not in cell]
+    """Keys that a results file of a grid has and this one has not."""
+    rule = tuple(f.name for f in fields(CollapseRule))
+    needed: dict[str, tuple[str, ...]] = {
+        "grid": ("variants", "loops", "seeds", "collapse"),
+        "settings": ("model", "optim", "train"),
+    }
+    lacking = [k for k in ("unigram_nats", "cells") if not results.get(k)]
+    for part, keys in needed.items():
+        lacking += _lacking(results.get(part), keys, part)
+    if not lacking:
+        lacking += _lacking(results["grid"]["collapse"], rule, "grid.collapse")
+        lacking += _lacking(results["settings"]["train"], _TRAIN, "settings.train")
+        for i, cell in enumerate(results["cells"]):
+            lacking += _lacking(cell, _CELL, f"cells[{i}]")
     return lacking
+
+
+def _lacking(table: Any, keys: Iterable[str], name: str) -> list[str]:
+    if not isinstance(table, dict):
+        return [name]
+    return [f"{name}.{k}" for k in keys if k not in table]
 
 
 def _read_run(record: dict[str, Any], log: Path | None, steps: int) -> Run:
@@ -261,9 +278,8 @@ def over_seeds(rows: Sequence[Array]) -> tuple[Array, Array, Array]:
     out = np.full((3, width), np.nan)
     some = np.isfinite(table).any(axis=0)
     good = np.where(np.isfinite(table), table, np.nan)[:, some]
-    for line, reduce in zip(out, (np.nanmedian, np.nanmin, np.nanmax), strict=True):
-        if some.any():
-            line[some] = reduce(good, axis=0)
+    if some.any():
+        out[:, some] = np.nanmedian(good, 0), np.nanmin(good, 0), np.nanmax(good, 0)
     return out[0], out[1], out[2]
 
 

@@ -10,13 +10,13 @@ import numpy as np
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from loopwise.report import words
 from loopwise.report.draw import WIDTH_IN, panel
 from loopwise.report.palette import INK, MUTED, SHADES, SURFACE
 from loopwise.report.stability_facts import Array, Lab, Run, binned, mean, median
-from loopwise.report.stability_plots import CROSS, plain
+from loopwise.report.stability_plots import CROSS, log_ticks, plain
 
 _SURVIVED, _COLLAPSED = SHADES["latent"][0], SHADES["probe"][0]
 _ROW_IN = 0.62
@@ -44,7 +44,7 @@ def verdicts_by_rate(lab: Lab, variant: str) -> Figure:
 def _verdicts(
     title: str, y: str, names: Sequence[str], lab: Lab, runs_of: Callable[[str, int], list[Run]]
 ) -> Figure:
-    """One box for each place, filled by the share that survived; a line where the majority turns."""
+    """A box for each place, filled by the share that survived; a line where the majority turns."""
     height = 0.9 + _ROW_IN * len(names)
     left = 1.1 if not y else 0.85
     fig, ax = panel(title, "loops K in training", y, height=height, left=left)
@@ -173,8 +173,7 @@ def _colour_bar(fig: Figure, ax: Any, scale: LogNorm) -> None:
     bar.set_yscale("log")
     bar.set_ylim(low, high)
     bar.xaxis.set_major_locator(NullLocator())
-    subs = (1.0, 2.0, 5.0) if high / low < 30 else (1.0,)
-    bar.yaxis.set_major_locator(LogLocator(base=10, subs=subs))
+    bar.yaxis.set_major_locator(log_ticks(low, high))
     bar.yaxis.set_major_formatter(FuncFormatter(lambda v, _: plain(v)))
     bar.yaxis.set_minor_locator(NullLocator())
     bar.yaxis.tick_right()

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator
 
 from loopwise.report.draw import end_labels, note, panel
 from loopwise.report.palette import INK, MUTED, SHADES, Style
@@ -67,9 +67,9 @@ def against_steps(lab: Lab, loops: int, rate: float, what: Quantity) -> Figure |
         _log_axis(ax, np.concatenate([*drawn, [y for _, y, _ in ends]]))
     else:
         _loss_limits(ax, lab, drawn)
-    low, high = ax.get_ylim()
+    bottom, top = ax.get_ylim()
     for x_end, y, colour in ends:
-        ax.plot(x_end, min(max(y, low), high), color=colour, clip_on=False, zorder=5, **CROSS)
+        ax.plot(x_end, min(max(y, bottom), top), color=colour, clip_on=False, zorder=5, **CROSS)
     ax.set_xlim(0, lab.steps)
     ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     end_labels(ax, labels)
@@ -106,7 +106,7 @@ def against_index(
     if what.log:
         _log_axis(ax, np.concatenate(drawn))
     else:
-        _loss_limits(ax, lab, drawn)
+        _judged_limits(ax, lab, drawn)
     ax.set_xlim(0.6, longest + 0.4)
     ax.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
     if mark is not None:
@@ -183,12 +183,17 @@ def _log_axis(ax: Any, values: Array) -> None:
     margin = max(1.25, (high / low) ** 0.06)
     low, high = low / margin, high * margin
     ax.set_ylim(low, high)
-    # over less than a decade and a half, powers of ten alone would leave the axis bare
-    narrow = high / low < 30
-    subs = (1.0, 2.0, 5.0) if narrow else (1.0,)
-    ax.yaxis.set_major_locator(LogLocator(base=10, subs=subs, numticks=9 if narrow else 7))
+    ax.yaxis.set_major_locator(log_ticks(low, high))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: plain(v)))
     ax.minorticks_off()
+
+
+def log_ticks(low: float, high: float) -> Locator:
+    """Powers of ten, or closer where those would leave the axis bare."""
+    if high / low < 6:
+        return MaxNLocator(5)
+    subs = (1.0, 2.0, 5.0) if high / low < 60 else (1.0,)
+    return LogLocator(base=10, subs=subs, numticks=8)
 
 
 def plain(value: float) -> str:
@@ -206,4 +211,11 @@ def _loss_limits(ax: Any, lab: Lab, drawn: list[Array]) -> None:
     ax.set_ylim(low - 0.04 * (high - low), high)
     ax.axhline(lab.floor, color=INK, linewidth=0.9, linestyle=(0, (5, 2)), zorder=1)
     place = {"transform": ax.get_yaxis_transform(), "ha": "right", "va": "top"}
-    note(ax, 0.99, lab.floor, "unigram entropy", INK, **place)
+    note(ax, 0.99, lab.floor - 0.015 * (high - low), "unigram entropy", INK, **place)
+
+
+def _judged_limits(ax: Any, lab: Lab, drawn: list[Array]) -> None:
+    """Close around the losses, as far as the floor."""
+    low = min(float(line.min()) for line in drawn)
+    high = max(min(max(float(line.max()) for line in drawn), lab.floor), low + 0.05)
+    ax.set_ylim(low - 0.08 * (high - low), high + 0.2 * (high - low))

@@ -41,7 +41,8 @@ def _model_line(results: facts.Results) -> Text:
     )
 
 
-def _table(title: str, caption: str | None = None) -> Table:
+def plain_table(title: str, caption: str | None = None) -> Table:
+    """An empty table in the house style; the caption stands below."""
     return Table(
         title=title,
         caption=caption,
@@ -54,7 +55,7 @@ def _table(title: str, caption: str | None = None) -> Table:
 
 
 def _convergence_table(convergence: dict[str, Any]) -> Table:
-    table = _table(
+    table = plain_table(
         f"{convergence['corpus']}: loss in nats at depth r, {convergence['tokens']:,} tokens",
         f"median: settled depth, KL <= {convergence['epsilon']:g} nats up to "
         f"r={convergence['horizon']}; moving: share unsettled at the training mean",
@@ -75,7 +76,7 @@ def _convergence_table(convergence: dict[str, Any]) -> Table:
 
 def _policy_table(frontier: dict[str, Any]) -> Table:
     full = frontier["max_depth"]
-    table = _table(
+    table = plain_table(
         f"{frontier['corpus']}: shallowest point whose 95% interval is within a budget of depth "
         f"{full}",
         "gain: uniform depth of the same loss / mean depth; cap: largest speed-up at that depth\n"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 DASH, MINUS, TIMES = "\u2013", "\u2212", "\u00d7"
 
 
@@ -23,6 +25,16 @@ def signed(value: float | None, digits: int = 4) -> str:
 def small(value: float | None) -> str:
     """Two significant figures, for quantities that span decades."""
     return DASH if value is None else f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e+")
+
+
+def significant(value: float | None, digits: int = 3) -> str:
+    """So many significant figures: in full from 0.001 to a million, else as a power of ten."""
+    if value is None:
+        return DASH
+    if value and not 1e-3 <= abs(value) < 1e6:
+        return small(value)
+    places = digits - 1 - math.floor(math.log10(abs(value))) if value else 0
+    return number(value, max(0, places))
 
 
 def percent(value: float | None, digits: int = 0) -> str:
