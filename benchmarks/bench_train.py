@@ -37,7 +37,7 @@ def make(d_model: int, n_core_layers: int) -> RecurrentModel:
         vocab_size=4096,
         d_model=d_model,
         n_heads=d_model // 64,
-        n_kv_heads=d_model // 128,
+        n_kv_heads=max(1, d_model // 128),
         d_ff=d_model * 11 // 4,
         n_core_layers=n_core_layers,
     )
@@ -125,8 +125,8 @@ def main() -> None:
     if options.smoke:
         speeds = [measure_speed(64, 1, 4, 2, 1)]
     else:
-        cases = [(256, 2, 32), (256, 4, 32), (512, 2, 16)]
-        speeds = [measure_speed(d, n, rows, 12, options.repeats) for d, n, rows in cases]
+        cases = [(256, 2, 16), (256, 4, 16), (512, 2, 16)]
+        speeds = [measure_speed(d, n, rows, 6, options.repeats) for d, n, rows in cases]
     depths = (4, 32)
     memory = {k: {d: fresh_memory(k, d) for d in depths} for k in ("train-2", "infer")}
     growth = {f"memory_{k}_32_over_4": m[32] / m[4] for k, m in memory.items()}

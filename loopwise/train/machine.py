@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import shutil
 import time
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -81,4 +82,8 @@ def peak_memory_gib(device: torch.device) -> float:
     """Largest memory this process has held so far, GiB (1024^3)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1024**3
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2
+    try:  # ru_maxrss would start at what the parent process held
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+        return int(status.split("VmHWM:")[1].split()[0]) / 1024**2
+    except (OSError, IndexError):  # not Linux
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2
