@@ -12,6 +12,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from loopwise.errors import ConfigError
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rope:
@@ -77,6 +79,21 @@ class Geometry:
 
     def is_core(self, layer: int) -> bool:
         return self.n_prelude_layers <= layer < self.n_prelude_layers + self.n_core_layers
+
+
+def check_heads(d_model: int, n_heads: int, n_kv_heads: int) -> None:
+    """Refuse widths and head counts that attention cannot divide.
+
+    Raises:
+        ConfigError: naming the setting and what it must fit.
+    """
+    if d_model % (2 * n_heads):
+        raise ConfigError(
+            f"model.d_model={d_model} must be a multiple of twice model.n_heads={n_heads}: "
+            "rotary embedding turns pairs of channels"
+        )
+    if n_heads % n_kv_heads:
+        raise ConfigError(f"model.n_kv_heads={n_kv_heads} must divide model.n_heads={n_heads}")
 
 
 class KVView(Protocol):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from loopwise.config import check_choices
 from loopwise.errors import ConfigError
-from loopwise.models.base import Geometry, KVView, LoopedLM, Rope
+from loopwise.models.base import Geometry, KVView, LoopedLM, Rope, check_heads
 from loopwise.models.layers import PreNormBlock, init_linear_
 
 
@@ -39,15 +39,7 @@ class FixedConfig:
         for name in ("vocab_size", "d_model", "n_heads", "n_kv_heads", "d_ff", "n_layers"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"model.{name}={getattr(self, name)} must be at least 1")
-        if self.d_model % (2 * self.n_heads):
-            raise ConfigError(
-                f"model.d_model={self.d_model} must be a multiple of twice "
-                f"model.n_heads={self.n_heads}: rotary embedding turns pairs of channels"
-            )
-        if self.n_heads % self.n_kv_heads:
-            raise ConfigError(
-                f"model.n_kv_heads={self.n_kv_heads} must divide model.n_heads={self.n_heads}"
-            )
+        check_heads(self.d_model, self.n_heads, self.n_kv_heads)
 
     @property
     def geometry(self) -> Geometry:

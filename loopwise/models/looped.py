@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from loopwise.config import check_choices
 from loopwise.errors import ConfigError
-from loopwise.models.base import Geometry, KVView, LoopedLM, Rope
+from loopwise.models.base import Geometry, KVView, LoopedLM, Rope, check_heads
 from loopwise.models.layers import SwiGLU, init_linear_
 
 Inject = Literal["none", "input", "attn-first", "residual-all", "attn-all"]
@@ -59,15 +59,7 @@ class LoopedConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"model.{name}={value} must be above 0 and finite")
-        if self.d_model % (2 * self.n_heads):
-            raise ConfigError(
-                f"model.d_model={self.d_model} must be a multiple of twice "
-                f"model.n_heads={self.n_heads}: rotary embedding turns pairs of channels"
-            )
-        if self.n_heads % self.n_kv_heads:
-            raise ConfigError(
-                f"model.n_kv_heads={self.n_kv_heads} must divide model.n_heads={self.n_heads}"
-            )
+        check_heads(self.d_model, self.n_heads, self.n_kv_heads)
 
     @property
     def geometry(self) -> Geometry:

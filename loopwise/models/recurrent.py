@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from loopwise.config import check_choices
 from loopwise.errors import ConfigError
-from loopwise.models.base import Geometry, KVView, LoopedLM, Rope
+from loopwise.models.base import Geometry, KVView, LoopedLM, Rope, check_heads
 from loopwise.models.layers import SandwichBlock, init_linear_, seeded_normal
 
 
@@ -48,15 +48,7 @@ class RecurrentConfig:
         for name in ("n_prelude_layers", "n_coda_layers"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"model.{name}={getattr(self, name)} must not be negative")
-        if self.d_model % (2 * self.n_heads):
-            raise ConfigError(
-                f"model.d_model={self.d_model} must be a multiple of twice "
-                f"model.n_heads={self.n_heads}: rotary embedding turns pairs of channels"
-            )
-        if self.n_heads % self.n_kv_heads:
-            raise ConfigError(
-                f"model.n_kv_heads={self.n_kv_heads} must divide model.n_heads={self.n_heads}"
-            )
+        check_heads(self.d_model, self.n_heads, self.n_kv_heads)
         if self.init_depth < 1:
             raise ConfigError(f"model.init_depth={self.init_depth} must be at least 1")
 
