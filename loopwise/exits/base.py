@@ -13,6 +13,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from loopwise.errors import ShapeError
+
 
 class Reads(Enum):
     """What a policy looks at, and so what a check costs."""
@@ -44,6 +46,12 @@ class Observation:
         if isinstance(self.r, int):
             return self.latent.new_full((self.latent.shape[0],), self.r == 1).bool()
         return self.r == 1
+
+    def needed_logits(self, policy: str) -> Tensor:
+        """The logits as float32 ``(rows, vocab)``, or a ShapeError that names the policy."""
+        if self.logits is None:
+            raise ShapeError(f"{policy} reads logits, but got none; run the coda for these rows")
+        return self.logits.float()
 
 
 class ExitPolicy(Protocol):

@@ -27,13 +27,22 @@ class StepKL:
         Raises:
             ShapeError: logits are missing, or disagree with the memory.
         """
-        logits = observation.logits
-        if logits is None or logits.shape != memory.shape:
-            shape = None if logits is None else tuple(logits.shape)
-            raise ShapeError(f"kl reads logits {shape} but remembers {tuple(memory.shape)}")
-        now = logits.float().log_softmax(dim=-1)
+        now = remembered_log_p(self.name, observation, memory)
         kl = step_kl(now, memory)
         return kl.masked_fill(observation.first(), float("inf")), now
+
+
+def remembered_log_p(policy: str, observation: Observation, memory: Tensor) -> Tensor:
+    """Log-probabilities now, ``(rows, vocab)`` float32, checked against those of before.
+
+    Raises:
+        ShapeError: logits are missing, or disagree with the memory.
+    """
+    logits = observation.logits
+    if logits is None or logits.shape != memory.shape:
+        shape = None if logits is None else tuple(logits.shape)
+        raise ShapeError(f"{policy} reads logits {shape} but remembers {tuple(memory.shape)}")
+    return logits.float().log_softmax(dim=-1)
 
 
 def step_kl(log_p: Tensor, log_q: Tensor, p: Tensor | None = None) -> Tensor:

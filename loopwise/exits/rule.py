@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
+from numpy.typing import NDArray
 from torch import Tensor
 
 from loopwise.errors import DepthError, ExitError
@@ -18,8 +19,25 @@ from loopwise.exits import EXITS
 from loopwise.exits.base import ExitPolicy
 from loopwise.registry import did_you_mean
 
+Rows = Tensor | NDArray[Any]
 _FIELDS = {"min": "min_depth", "max": "max_depth", "patience": "patience"}
 MAX_DEPTH = 256  # recurrences; far past any trained range, so a typing error is not run for hours
+
+
+class Bounds(Protocol):
+    """The numbers of an exit rule, or of one rule per row."""
+
+    @property
+    def threshold(self) -> Any: ...
+
+    @property
+    def patience(self) -> Any: ...
+
+    @property
+    def min_depth(self) -> Any: ...
+
+    @property
+    def max_depth(self) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,12 +133,12 @@ def build_policy(rule: ExitRule, fitted: Mapping[str, Any] | None = None) -> Exi
     return policy_class.from_state(state)
 
 
-def should_exit(
-    rule: ExitRule, score: Tensor, hits: Tensor, r: int | Tensor
-) -> tuple[Tensor, Tensor]:
-    """Turn scores into verdicts.
+def should_exit(rule: Bounds, score: Rows, hits: Rows, r: int | Rows) -> tuple[Any, Any]:
+    """Turn scores into verdicts; tensors or arrays.
 
     Args:
+        rule: an :class:`ExitRule`, or its numbers as arrays of one per row (float32 thresholds, as
+            scores are).
         score: ``(rows,)`` float32 after recurrence ``r``.
         hits: ``(rows,)`` int64, consecutive hits so far.
         r: recurrence of each row, from 1.

@@ -25,8 +25,12 @@ from loopwise.config import read_json_object
 from loopwise.data import PackedBlocks, TokenBatch
 from loopwise.data.packing import NO_TARGET
 from loopwise.errors import DivergenceError, RunFolderError, TraceError
+from loopwise.exits.argmax import top_tokens
 from loopwise.exits.base import ExitPolicy, Observation
+from loopwise.exits.entropy import output_entropy
 from loopwise.exits.kl import step_kl
+from loopwise.exits.latent_change import latent_size, relative_norm
+from loopwise.exits.margin import softmax_margin
 from loopwise.measure.evaluate import check_depths, trajectory
 from loopwise.models.base import LoopedLM
 from loopwise.models.layers import row_seeds, seeded_uniform
@@ -263,7 +267,7 @@ def _trace_rows(
         log_p = logits.log_softmax(dim=-1)
         step = latents[r].float() - latents[r - 1].float()
         values = {
-            **_output_columns(log_p, before, last, labels),
+            **_output_columns(log_p, top_tokens(logits), before, last, labels),
             **_latent_columns(latents[r].float(), step, step_before),
         }
         seen = Observation(r=r, latent=latents[r], previous=latents[r - 1], logits=logits)
@@ -284,11 +288,10 @@ def _draw_labels(log_p: Tensor, luck: Tensor) -> Tensor:
 
 
 def _output_columns(
-    log_p: Tensor, before: Tensor | None, last: Tensor, labels: Tensor
+    log_p: Tensor, top: Tensor, before: Tensor | None, last: Tensor, labels: Tensor
 ) -> dict[str, Tensor]:
     """What log-probabilities ``(rows, vocab)`` say; ``before`` is None at r = 1."""
     p = log_p.exp()
-    best, index = log_p.topk(min(2, log_p.shape[-1]), dim=-1)
     loss, null_loss = (-log_p.gather(1, labels)).unbind(dim=1)
     return {
         "loss": loss,
@@ -297,24 +300,23 @@ def _output_columns(
         if before is None
         else step_kl(log_p, before, p),
         "kl_last": step_kl(log_p, last, p),
-        "margin": best[:, 0].exp() - best[:, -1].exp(),
-        "entropy": -torch.linalg.vecdot(p, log_p),
-        "argmax": index[:, 0].int(),
+        "margin": softmax_margin(log_p, top),
+        "entropy": output_entropy(log_p, p),
+        "argmax": top[:, 0].int(),
     }
 
 
 def _latent_columns(now: Tensor, step: Tensor, step_before: Tensor | None) -> dict[str, Tensor]:
     """How one recurrence moved the latents ``(rows, d_model)``."""
-    size = now.norm(dim=-1).clamp_min(1e-12)
-    length = step.norm(dim=-1)
+    size = latent_size(now)
     if step_before is None:
         second, cosine = torch.full_like(size, torch.inf), torch.full_like(size, torch.nan)
     else:
-        second = (step - step_before).norm(dim=-1) / size
-        product = (length * step_before.norm(dim=-1)).clamp_min(1e-20)
+        second = relative_norm(step - step_before, size)
+        product = (step.norm(dim=-1) * step_before.norm(dim=-1)).clamp_min(1e-20)
         cosine = (step * step_before).sum(dim=-1) / product
     rms = size / now.shape[-1] ** 0.5
-    return {"rms": rms, "change": length / size, "second": second, "cosine": cosine}
+    return {"rms": rms, "change": relative_norm(step, size), "second": second, "cosine": cosine}
 
 
 def _claim(folder: Path) -> None:

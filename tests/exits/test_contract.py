@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from loopwise.errors import ExitError
+from loopwise.errors import ExitError, ShapeError
 from loopwise.exits import EXITS
 from loopwise.exits.base import ExitPolicy, Observation, Reads
 from loopwise.exits.rule import ExitRule, build_policy
+from loopwise.measure.frontier import replay
 
 ROWS, D_MODEL, VOCAB, HORIZON = 7, 16, 23, 6
 FITTED = {
@@ -18,8 +22,15 @@ FITTED = {
         "bias": -0.3,
         "mean": [0.1] * D_MODEL,
         "std": [1.5] * D_MODEL,
-    }
+    },
+    "latent-kl": {
+        "change": {"knots": [-4.0, -2.0, 0.0], "slopes": [1.5, 0.5]},
+        "second": {"knots": [-3.0, 0.0], "slopes": [0.4]},
+        "offsets": [-1.0, -1.2, -0.9],
+    },
 }
+SHRINKING = ["kl", "latent-change", "cosine", "second-difference", "latent-kl"]
+NEED_A_PAST = ["fixed", "kl", "min-p-kl", "entropy", "argmax", "second-difference", "latent-kl"]
 LIVE = [name for name in EXITS if EXITS[name].reads is not Reads.TRUTH]
 LOOKAHEAD = [name for name in EXITS if EXITS[name].reads is Reads.TRUTH]
 
@@ -100,14 +111,22 @@ def test_what_a_policy_does_not_read_it_does_not_need(name):
     assert torch.equal(scores(policy, full), scores(policy, blind))
 
 
-@pytest.mark.parametrize("name", ["kl", "latent-change"])
+@pytest.mark.parametrize("name", [n for n in LIVE if EXITS[n].reads is Reads.LOGITS])
+def test_a_policy_that_reads_logits_says_so_when_there_are_none(name):
+    policy, first = build(name), steps()[0]
+    blind = Observation(r=1, latent=first.latent, previous=first.previous)
+    with pytest.raises(ShapeError, match=f"{name} reads logits"):
+        policy.score(blind, empty(policy))
+
+
+@pytest.mark.parametrize("name", SHRINKING)
 def test_lower_is_more_settled(name):
     found = scores(build(name), steps())
     assert (found[:, 2:] < found[:, 1:-1]).all()
     assert (found >= 0).all()
 
 
-@pytest.mark.parametrize("name", ["kl", "fixed"])
+@pytest.mark.parametrize("name", NEED_A_PAST)
 def test_nothing_can_be_said_at_recurrence_one(name):
     assert torch.isposinf(scores(build(name), steps())[:, 0]).all()
 
@@ -157,6 +176,21 @@ def test_rows_leave_and_join_with_their_memory(name):
         score, memory = policy.score(mixed, memory)
         assert score[:3] == pytest.approx(whole[stay, turn], rel=1e-5, abs=1e-7)
         assert score[3:] == pytest.approx(theirs[[joins], turn - 2], rel=1e-5, abs=1e-7)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(LIVE), st.integers(0, 99), st.floats(0, 1), st.floats(0, 1))
+def test_a_stricter_threshold_never_exits_earlier(name, seed, strict, loose):
+    """Thresholds from among the scores themselves, where ties are."""
+    found = scores(build(name), steps(seed)).numpy()
+    finite = np.sort(found[np.isfinite(found)])
+    if finite.size == 0:
+        return
+    low, high = (float(finite[int(q * (finite.size - 1))]) for q in sorted((strict, loose)))
+    depths = [
+        replay(found, ExitRule(policy=name, threshold=t, max_depth=HORIZON)) for t in (low, high)
+    ]
+    assert (depths[0] >= depths[1]).all()
 
 
 @pytest.mark.parametrize("name", LIVE)

@@ -1,0 +1,53 @@
+"""Whether the most likely token is still the one of the recurrence before."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from loopwise.errors import ExitError
+from loopwise.exits.base import Observation, Reads
+
+_LARGEST_VOCAB = 2**24  # float32 holds every whole number up to here
+
+
+class ArgmaxChange:
+    """Settled once the answer stays; the rule's patience says for how many recurrences.
+
+    ``argmax:0,patience=5`` stops after five recurrences in a row without a change.
+
+    Source: Geiping et al. 2025, arXiv:2502.05171 (argmax stability; 5 recurrences in their code).
+    """
+
+    name = "argmax"
+    reads = Reads.LOGITS
+
+    def memory_width(self, vocab_size: int, d_model: int) -> int:
+        """The previous argmax as a float32, exact for the vocabularies that are let in.
+
+        Raises:
+            ExitError: token ids that float32 cannot tell apart.
+        """
+        if vocab_size > _LARGEST_VOCAB:
+            raise ExitError(
+                f"exit rule 'argmax' remembers token ids in float32, which is exact for up to "
+                f"{_LARGEST_VOCAB} tokens; the vocabulary has {vocab_size}; use margin or entropy"
+            )
+        return 1
+
+    def score(self, observation: Observation, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """0 where the argmax is unchanged, 1 where it changed; ``(rows,)``, +inf at recurrence 1.
+
+        Raises:
+            ShapeError: logits are missing.
+        """
+        best = top_tokens(observation.needed_logits(self.name))[:, :1].float()
+        changed = (best != memory).float().squeeze(1)
+        return changed.masked_fill(observation.first(), float("inf")), best
+
+
+def top_tokens(logits: Tensor) -> Tensor:
+    """Ids of the two largest logits ``(rows, vocab)``, best first: ``(rows, 2)`` int64.
+
+    One column where the vocabulary is one token. Exact ties fall as ``topk`` lets them.
+    """
+    return logits.topk(min(2, logits.shape[-1]), dim=-1).indices
