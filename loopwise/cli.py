@@ -160,25 +160,52 @@ def report(
 @app.command()
 def generate(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint or run folder.")],
-    prompt: Annotated[str, typer.Argument(help="Text to go on from.")],
+    prompt: Annotated[str | None, typer.Argument(help="Text to go on from.")] = None,
     depth: Annotated[int | None, typer.Option("--depth", help="Uniform recurrences.")] = None,
     exit_: Annotated[str | None, typer.Option("--exit", help="Exit rule, e.g. kl:1e-3.")] = None,
+    kv: Annotated[
+        str, typer.Option("--kv", help="per-loop, last, ring-N or first-then-last.")
+    ] = "per-loop",
     max_tokens: Annotated[int, typer.Option("--max-tokens")] = 80,
     temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option("--top-k")] = None,
+    top_p: Annotated[float, typer.Option("--top-p")] = 1.0,
+    min_p: Annotated[float, typer.Option("--min-p")] = 0.0,
+    stop: Annotated[list[str] | None, typer.Option("--stop", help="Ends the text.")] = None,
     seed: Annotated[int, typer.Option("--seed")] = 0,
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", help="One per line, or .jsonl with 'prompt'.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="JSON lines, for --prompts.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Keep what --out holds.")] = False,
+    slots: Annotated[int, typer.Option("--slots", help="Prompts in flight at once.")] = 32,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Decode with the reference decoder; text is coloured by the depth each token used."""
+    """Go on from a prompt, coloured by the depth each token took, or from a file of prompts."""
     with _command(as_json, debug) as (_, answer):
-        from loopwise.generate import generate_command
+        from loopwise.engine.request import SamplingParams
+        from loopwise.generate import GenerateOptions, generate_command
 
-        console = Console()
-        answer(
-            generate_command(
-                checkpoint, prompt, depth, exit_, max_tokens, temperature, seed, console
-            )
+        params = SamplingParams(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            stop=tuple(stop or ()),
+            seed=seed,
+            max_tokens=max_tokens,
         )
+        options = GenerateOptions(
+            depth=depth,
+            exit=exit_,
+            kv_policy=kv,
+            prompts=prompts,
+            out=out,
+            resume=resume,
+            slots=slots,
+        )
+        answer(generate_command(checkpoint, prompt, params, options, Console()))
 
 
 @app.command()

@@ -7,6 +7,7 @@ LoopwiseError                one line for a person: what, the value, what is all
 ├── ShapeError               tensors that disagree
 ├── DepthError               a recurrence count outside what can be run
 ├── ExitError                an exit rule that is unknown, or does not fit the model
+├── EngineError              a request the engine cannot take, or settings it cannot run with
 ├── CheckpointError          a checkpoint that is missing, broken, foreign or newer
 ├── TraceError               a trace that is missing, broken or of another checkpoint
 ├── RunFolderError           an output folder that holds something else
@@ -47,6 +48,10 @@ class DepthError(LoopwiseError):
 
 class ExitError(LoopwiseError):
     """An exit rule is unknown, malformed, or cannot be used here."""
+
+
+class EngineError(LoopwiseError):
+    """A request does not fit the engine, or the engine's settings do not fit together."""
 
 
 class CheckpointError(LoopwiseError):

@@ -1,60 +1,202 @@
-"""``loopwise generate``: text on the terminal, coloured by the depth each token used."""
+"""``loopwise generate``: text on the terminal, coloured by depth, or many prompts to a file."""
 
 from __future__ import annotations
 
-import math
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from loopwise.engine.reference import ReferenceDecoder
-from loopwise.errors import ConfigError
-from loopwise.exits.rule import ExitRule, build_policy, parse_rule
+from loopwise.engine.engine import Engine, EngineConfig, Generation, Request
+from loopwise.engine.request import SamplingParams
+from loopwise.errors import ConfigError, DataError, RunFolderError
+from loopwise.exits.rule import ExitRule, parse_rule
 from loopwise.models.checkpoint import Checkpoint, load_checkpoint
+from loopwise.tokenizer import Tokenizer
 
 # From settled at once to still moving; readable on dark and light terminals.
 _SHADES = ("#2a9d8f", "#6a994e", "#c9a227", "#e76f51", "#c1121f")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateOptions:
+    """What the command line asks for beside sampling.
+
+    Attributes:
+        depth, exit: uniform recurrences or an exit rule; neither is the training mean.
+        prompts: a file of prompts, one per line, or JSON lines with ``prompt``.
+        out: JSON lines, one per prompt, written as they finish.
+        resume: keep what ``out`` holds already.
+    """
+
+    depth: int | None = None
+    exit: str | None = None
+    kv_policy: str = "per-loop"
+    prompts: Path | None = None
+    out: Path | None = None
+    resume: bool = False
+    slots: int = 32
+
+
 def generate_command(
     path: Path,
-    prompt: str,
-    depth: int | None,
-    exit_rule: str | None,
-    max_tokens: int,
-    temperature: float,
-    seed: int,
+    prompt: str | None,
+    params: SamplingParams,
+    options: GenerateOptions,
     console: Console,
 ) -> dict[str, Any]:
-    """Decode one prompt and print it; returns text, token ids and exit depths."""
-    if max_tokens < 0:
-        raise ConfigError(f"--max-tokens {max_tokens} must not be negative")
-    if not 0 <= temperature < math.inf:
-        raise ConfigError(f"--temperature {temperature} must be 0 or more, finite")
+    """Decode one prompt and print it, or a file of prompts into another file."""
+    if (prompt is None) == (options.prompts is None):
+        raise ConfigError("give a prompt, or --prompts FILE, one of the two")
+    if (options.out is None) != (options.prompts is None):
+        raise ConfigError("--prompts and --out go together: answers of a file go to a file")
     checkpoint = load_checkpoint(path)
-    rule = choose_rule(checkpoint, depth, exit_rule)
-    policy = build_policy(rule, checkpoint.fitted_policies())
-    tokenizer = checkpoint.tokenizer
-    ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
-    decoder = ReferenceDecoder(checkpoint.model, rule, policy, seed)
-    steps = list(
-        decoder.generate(ids, max_tokens, temperature=temperature, eos_id=tokenizer.eos_id)
+    rule = choose_rule(checkpoint, options.depth, options.exit)
+    engine = Engine.from_checkpoint(
+        checkpoint,
+        EngineConfig(
+            exit=str(rule),
+            max_depth=rule.max_depth,
+            kv_policy=options.kv_policy,
+            slots=1 if prompt is not None else options.slots,
+        ),
     )
-    depths = [s.exit_depth for s in steps]
-    console.print(coloured(checkpoint, [s.token_id for s in steps], depths, rule.max_depth))
+    trained = checkpoint.trained_max_depth
+    if trained is not None and rule.max_depth > trained:
+        console.print(
+            f"warning: {rule.max_depth} recurrences is past what training drew (up to {trained})"
+        )
+    if prompt is not None:
+        return _one(engine, prompt, params, console)
+    assert options.prompts is not None and options.out is not None, "checked above"
+    return _many(engine, options.prompts, options.out, options.resume, params, console)
+
+
+def _one(engine: Engine, prompt: str, params: SamplingParams, console: Console) -> dict[str, Any]:
+    answer = engine.generate([prompt], params)[0]
+    made = answer.completions[0]
+    ids = [*answer.prompt_ids, *made.token_ids]
+    rule = engine.default_rule
+    fed = [*(d or 0 for d in answer.prompt_exit_depths), *made.exit_depths[1:]]
+    # A token has the colour of the row that predicted it; the first was given.
+    console.print(coloured(engine.tokenizer, ids, [fed[0], *fed], rule.max_depth))
     console.print(legend(rule.max_depth))
-    mean = sum(depths) / len(depths)
-    console.print(f"rule {rule}; mean depth {mean:.2f} over {len(depths)} tokens", highlight=False)
-    generated = [s.token_id for s in steps[len(ids) :]]
-    return {
-        "text": tokenizer.decode(generated),
-        "token_ids": generated,
-        "exit_depths": depths[len(ids) :],
-        "rule": str(rule),
-        "mean_depth": mean,
+    mean = sum(fed) / len(fed)
+    console.print(f"rule {rule}; mean depth {mean:.2f} over {len(fed)} tokens", highlight=False)
+    return {**_record(0, prompt, answer), "rule": str(rule), "mean_depth": mean}
+
+
+def _many(
+    engine: Engine,
+    source: Path,
+    out: Path,
+    resume: bool,
+    params: SamplingParams,
+    console: Console,
+) -> dict[str, Any]:
+    prompts = list(read_prompts(source))
+    settings = {
+        "rule": str(engine.default_rule),
+        "kv_policy": engine.kv_policy.name,
+        "params": {**asdict(params), "logit_bias": dict(params.logit_bias)},
     }
+    settings = json.loads(json.dumps(settings))
+    done = _done(out, resume, prompts, settings)
+    if not out.exists():
+        out.write_text(json.dumps({"settings": settings}) + "\n", encoding="utf-8")
+    running: dict[Request, int] = {
+        engine.submit(prompt, params): i for i, prompt in enumerate(prompts) if i not in done
+    }
+    tokens = 0
+    with out.open("a", encoding="utf-8") as file:
+        while running:
+            engine.step()
+            for request in [r for r in running if r.finished]:
+                index = running.pop(request)
+                answer = request.generation()
+                tokens += sum(len(c.token_ids) for c in answer.completions)
+                line = json.dumps(_record(index, prompts[index], answer), ensure_ascii=False)
+                file.write(line + "\n")
+                file.flush()
+                console.print(
+                    f"{len(prompts) - len(running)}/{len(prompts)} prompts", highlight=False
+                )
+    return {"out": str(out), "prompts": len(prompts), "kept": len(done), "tokens": tokens}
+
+
+def _record(index: int, prompt: str, answer: Generation) -> dict[str, Any]:
+    first = answer.completions[0]
+    return {
+        "index": index,
+        "prompt": prompt,
+        "text": first.text,
+        "token_ids": list(first.token_ids),
+        "exit_depths": list(first.exit_depths),
+        "finish_reason": first.finish_reason,
+        "choices": [c.text for c in answer.completions],
+    }
+
+
+def read_prompts(path: Path) -> Iterator[str]:
+    """Prompts of a text file, one per line, or of JSON lines with a ``prompt`` field.
+
+    Raises:
+        DataError: a file that is missing or empty, or a line without a prompt.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as err:
+        raise DataError(f"cannot read prompts from {str(path)!r}: {err}") from None
+    found = [(n, line) for n, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise DataError(f"{str(path)!r} holds no prompt; write one per line")
+    for number, line in found:
+        if path.suffix != ".jsonl":
+            yield line
+            continue
+        try:
+            prompt = json.loads(line)["prompt"]
+        except (ValueError, KeyError, TypeError):
+            raise DataError(
+                f"line {number} of {str(path)!r} is no JSON object with a 'prompt'"
+            ) from None
+        if not isinstance(prompt, str):
+            raise DataError(f"line {number} of {str(path)!r}: 'prompt' is not text")
+        yield prompt
+
+
+def _done(out: Path, resume: bool, prompts: list[str], settings: dict[str, Any]) -> set[int]:
+    """Indices of the prompts that ``out`` answers already; a line cut short is taken off.
+
+    Raises:
+        RunFolderError: it holds something else, or was made with other settings.
+    """
+    if not out.exists():
+        return set()
+    if not resume:
+        raise RunFolderError(f"{str(out)!r} exists already; add --resume or choose another name")
+    whole = out.read_bytes()
+    kept = whole[: whole.rfind(b"\n") + 1]
+    try:
+        head, *rest = [json.loads(line) for line in kept.decode("utf-8").splitlines()]
+        answered = {int(r["index"]): r["prompt"] for r in rest}
+        before = head["settings"]
+    except (ValueError, KeyError, TypeError):
+        raise RunFolderError(
+            f"{str(out)!r} holds no answers of loopwise generate; choose another name"
+        ) from None
+    if before != settings:
+        raise RunFolderError(f"{str(out)!r} was made with other settings; choose another name")
+    if any(i >= len(prompts) or prompts[i] != p for i, p in answered.items()):
+        raise RunFolderError(f"{str(out)!r} answers other prompts; choose another name")
+    if len(kept) < len(whole):
+        with out.open("r+b") as file:
+            file.truncate(len(kept))
+    return set(answered)
 
 
 def choose_rule(checkpoint: Checkpoint, depth: int | None, exit_rule: str | None) -> ExitRule:
@@ -72,17 +214,17 @@ def choose_rule(checkpoint: Checkpoint, depth: int | None, exit_rule: str | None
     return parse_rule(f"fixed:{usual if depth is None else depth}")
 
 
-def coloured(checkpoint: Checkpoint, ids: list[int], depths: list[int], deepest: int) -> Text:
+def coloured(tokenizer: Tokenizer, ids: list[int], depths: list[int], deepest: int) -> Text:
     """Text in the colours of its tokens' depths; a character keeps that of its last token."""
     out = Text()
     waiting: list[int] = []
     for token_id, depth in zip(ids, depths, strict=True):
         waiting.append(token_id)
-        text = checkpoint.tokenizer.decode(waiting)
+        text = tokenizer.decode(waiting)
         if not text.endswith("\ufffd"):  # a character may be spread over tokens
             out.append(text, style=shade(depth, deepest))
             waiting = []
-    out.append(checkpoint.tokenizer.decode(waiting))
+    out.append(tokenizer.decode(waiting))
     return out
 
 

@@ -1,8 +1,8 @@
 """Reference decoding: one request, one token, one recurrence at a time. Slow, obviously right.
 
-Every entry a token leaves in attention is kept by (layer, recurrence). A token at recurrence i
-reads an earlier token's entry i or, where that token stopped earlier, its last one (KV policy
-`per-loop`). The coda's own entries follow the same rule.
+Every token keeps, by attention layer, the entries its KV policy names; a later token reads those
+the policy names for it. Where a rule reads logits, the coda keeps entries by the same policy, else
+one.
 """
 
 from __future__ import annotations
@@ -13,42 +13,59 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from loopwise.engine.kv_policy import KVPolicy, PerLoop
+from loopwise.engine.request import SamplingParams
+from loopwise.engine.sampler import History, sample
 from loopwise.errors import DataError, ExitError
 from loopwise.exits.base import ExitPolicy, Observation, Reads
 from loopwise.exits.rule import ExitRule, should_exit
 from loopwise.measure.evaluate import check_depths
-from loopwise.models.base import LoopedLM, Rope
+from loopwise.models.base import Geometry, LoopedLM
 from loopwise.models.layers import row_seeds
 
-Entries = dict[int, tuple[Tensor, Tensor]]  # recurrence -> key, value, each (n_kv_heads, head_dim)
+Entries = dict[int, tuple[Tensor, Tensor]]  # entry -> key, value, each (n_kv_heads, head_dim)
+GREEDY = SamplingParams()
 
 
 class ReferenceView:
-    """The KVView of a single token that sees all entries of the tokens before it."""
+    """The KVView of a single token that sees what the tokens before it have kept.
 
-    def __init__(self, rope: Rope) -> None:
-        self.rope = rope
-        self.position = -1
-        self._entries: dict[int, list[Entries]] = {}  # layer -> one Entries per position
+    Args:
+        kv_policy: of core layers.
+        coda_policy: of coda layers; None keeps one entry.
+    """
 
-    def next_token(self) -> None:
-        self.position += 1
+    def __init__(
+        self, geometry: Geometry, kv_policy: KVPolicy, coda_policy: KVPolicy | None
+    ) -> None:
+        self.geometry, self.kv_policy, self.coda_policy = geometry, kv_policy, coda_policy
+        self.position = 0
+        self._entries: dict[tuple[int, int], Entries] = {}  # by layer and position
+        self._last: dict[tuple[int, int], int] = {}  # latest recurrence, by layer and position
 
     def attend(self, layer: int, r: int | Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        r = int(r)
-        cos, sin = self.rope.tables(torch.tensor([self.position], device=q.device), q.dtype)
-        q, k = self.rope.rotate(q, cos, sin), self.rope.rotate(k, cos, sin)  # (1, heads, head_dim)
-        tokens = self._entries.setdefault(layer, [])
-        if len(tokens) == self.position:
-            tokens.append({})
-        tokens[self.position][r] = (k[0], v[0])
-        seen = [entries.get(r) or entries[max(entries)] for entries in tokens]
+        r, rope, policy = int(r), self.geometry.rope, self._policy(layer)
+        cos, sin = rope.tables(torch.tensor([self.position], device=q.device), q.dtype)
+        q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)  # (1, heads, head_dim)
+        own = self._entries.setdefault((layer, self.position), {})
+        own[0 if policy is None else policy.slot(r)] = k[0], v[0]
+        self._last[layer, self.position] = r
+        seen = []
+        for position in range(self.position + 1):
+            last = self._last[layer, position]
+            entry = 0 if policy is None else policy.read(r, last)
+            seen.append(self._entries[layer, position][entry])
         keys = torch.stack([key for key, _ in seen])  # (tokens, n_kv_heads, head_dim)
         values = torch.stack([value for _, value in seen])
         groups = q.shape[1] // k.shape[1]
         keys, values = (t.repeat_interleave(groups, dim=1) for t in (keys, values))
         scores = torch.einsum("hd,thd->ht", q[0], keys) * q.shape[-1] ** -0.5
         return torch.einsum("ht,thd->hd", scores.softmax(dim=-1), values).unsqueeze(0)
+
+    def _policy(self, layer: int) -> KVPolicy | None:
+        if layer < self.geometry.n_prelude_layers:
+            return None
+        return self.kv_policy if self.geometry.is_core(layer) else self.coda_policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +83,20 @@ class DecodedToken:
     logits: Tensor
 
 
+@dataclass(slots=True)
+class _Row:
+    """A token on its way through the core."""
+
+    token_id: int
+    position: int
+    injection: Tensor
+    latent: Tensor
+    memory: Tensor
+    hits: Tensor
+    logits: Tensor | None = None
+    depth: int = 0
+
+
 class ReferenceDecoder:
     """Feeds one token after another through a model under an exit rule.
 
@@ -73,74 +104,112 @@ class ReferenceDecoder:
         model: frozen.
         rule, policy: when a token stops.
         seed: of the request, for models whose latent starts from noise.
+        kv_policy: what tokens keep and read.
+        chunk: prompt tokens that go through the core together; matters to approximate KV policies.
     Raises:
         ExitError: the rule cannot decide token by token.
         DepthError: ``rule.max_depth`` is past the model's limit.
     """
 
-    def __init__(self, model: LoopedLM, rule: ExitRule, policy: ExitPolicy, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: LoopedLM,
+        rule: ExitRule,
+        policy: ExitPolicy,
+        seed: int = 0,
+        kv_policy: KVPolicy | None = None,
+        chunk: int = 1,
+    ) -> None:
         if policy.reads is Reads.TRUTH:
             raise ExitError(f"exit rule {policy.name!r} needs later recurrences; it cannot decode")
         check_depths(model, [rule.max_depth])
         self.model, self.rule, self.policy, self.seed = model, rule, policy, seed
-        self.view = ReferenceView(model.geometry.rope)
+        self.chunk = chunk
+        self.position = 0  # of the next token
+        kept = PerLoop() if kv_policy is None else kv_policy
+        self._reads = policy.reads is Reads.LOGITS
+        self.view = ReferenceView(model.geometry, kept, kept if self._reads else None)
 
-    @torch.no_grad()
     def feed(self, token_id: int) -> DecodedToken:
         """Run one token to its exit."""
-        model, policy, rule = self.model, self.policy, self.rule
-        self.view.next_token()
-        injection = model.prelude(torch.tensor([token_id]), self.view)  # (1, d_model)
-        seeds = row_seeds(torch.tensor([self.view.position]), self.seed)
-        latent = model.initial_latent(injection, seeds)
-        width = policy.memory_width(model.geometry.vocab_size, injection.shape[-1])
-        memory = torch.zeros(1, width)
-        hits = torch.zeros(1, dtype=torch.int64)
-        for r in range(1, rule.max_depth + 1):
-            previous, latent = latent, model.core_step(latent, injection, r, self.view)
-            reads = policy.reads is Reads.LOGITS
-            logits = model.coda(latent, r, self.view) if reads else None
-            seen = Observation(r=r, latent=latent, previous=previous, logits=logits)
-            score, memory = policy.score(seen, memory)
-            stop, hits = should_exit(rule, score, hits, r)
-            if bool(stop):
-                break
-        if logits is None:
-            logits = model.coda(latent, r, self.view)
-        return DecodedToken(token_id, r, logits[0].float())
+        return self.feed_chunk([token_id])[0]
+
+    @torch.no_grad()
+    def feed_chunk(self, token_ids: Sequence[int]) -> list[DecodedToken]:
+        """Run tokens to their exits, all of them one recurrence at a time."""
+        rows = [self._enter(token_id) for token_id in token_ids]
+        for r in range(1, self.rule.max_depth + 1):
+            for row in rows:
+                if row.depth == 0:
+                    self._recur(row, r)
+        for row in rows:
+            if row.logits is None:
+                self.view.position = row.position
+                row.logits = self.model.coda(row.latent, row.depth, self.view)
+        return [_decoded(row) for row in rows]
+
+    def _enter(self, token_id: int) -> _Row:
+        self.view.position = self.position
+        injection = self.model.prelude(torch.tensor([token_id]), self.view)  # (1, d_model)
+        seeds = row_seeds(torch.tensor([self.position]), self.seed)
+        width = self.policy.memory_width(self.model.geometry.vocab_size, injection.shape[-1])
+        row = _Row(
+            token_id=token_id,
+            position=self.position,
+            injection=injection,
+            latent=self.model.initial_latent(injection, seeds),
+            memory=torch.zeros(1, width),
+            hits=torch.zeros(1, dtype=torch.int64),
+        )
+        self.position += 1
+        return row
+
+    def _recur(self, row: _Row, r: int) -> None:
+        """Recurrence ``r`` of one token, and whether it stops there."""
+        self.view.position = row.position
+        previous = row.latent
+        row.latent = self.model.core_step(previous, row.injection, r, self.view)
+        if self._reads:
+            row.logits = self.model.coda(row.latent, r, self.view)
+        seen = Observation(r=r, latent=row.latent, previous=previous, logits=row.logits)
+        score, row.memory = self.policy.score(seen, row.memory)
+        stop, row.hits = should_exit(self.rule, score, row.hits, r)
+        if bool(stop):
+            row.depth = r
 
     def generate(
         self,
         prompt: Sequence[int],
         max_tokens: int,
-        *,
-        temperature: float = 0.0,
-        eos_id: int | None = None,
+        params: SamplingParams = GREEDY,
+        end_ids: frozenset[int] = frozenset(),
     ) -> Iterator[DecodedToken]:
         """Feed the prompt, then sampled tokens; yields every token as it is fed.
 
-        The last sampled token is fed too, so that its depth is known. Stops after ``eos_id``.
+        The last sampled token is fed too, so that its depth is known. Stops after one of
+        ``end_ids``.
 
         Raises:
             DataError: an empty prompt.
         """
         if not prompt:
             raise DataError("the prompt is empty; start it with at least the begin-of-text token")
-        generator = torch.Generator().manual_seed(self.seed)
-        for token_id in prompt:
-            last = self.feed(token_id)
-            yield last
+        for at in range(0, len(prompt), self.chunk):
+            for last in self.feed_chunk(prompt[at : at + self.chunk]):
+                yield last
+        made: list[int] = []
         for _ in range(max_tokens):
-            token_id = sample(last.logits, temperature, generator)
-            last = self.feed(token_id)
+            history = [History(prompt, made)]
+            found = sample(
+                last.logits.unsqueeze(0), [params], [params.seed], [self.position], history
+            )
+            made.append(int(found.token_ids))
+            last = self.feed(made[-1])
             yield last
-            if token_id == eos_id:
+            if last.token_id in end_ids:
                 return
 
 
-def sample(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
-    """Greedy at temperature 0, else one draw from the softmax of ``logits / temperature``."""
-    if temperature == 0.0:
-        return int(logits.argmax())
-    p = (logits.double() / temperature).softmax(dim=-1)
-    return int(torch.multinomial(p, 1, generator=generator))
+def _decoded(row: _Row) -> DecodedToken:
+    assert row.logits is not None, "a row that has left the core has been read"
+    return DecodedToken(row.token_id, row.depth, row.logits[0].float())

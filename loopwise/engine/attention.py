@@ -1,0 +1,161 @@
+"""Attention of one engine call: rows of many requests, each reading its own tokens from pages.
+
+Rows come as *singles*, which each read their own tokens, followed by *groups*, rows of one request
+at one recurrence that share what they read (the live part of a prompt chunk). Matrix products do
+both: on a CPU a decode step through the fused kernel is several times slower than products with the
+grouped query heads as rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from loopwise.models.base import Rope
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the attention of one call must know beside q, k and v.
+
+    Attributes:
+        header: number of singles, tokens they read, groups, rows of the widest group, tokens
+            groups read; ``(5,)`` int64 on the CPU.
+        index: int64, flat: the entry each row writes; what singles read, ``(singles, n_kv_heads,
+            tokens)``; rows of the groups, ``(groups, widest)``, counted after the singles; the
+            place of each such row in that table; what groups read, ``(groups, n_kv_heads,
+            tokens)``. What is written counts entries, what is read counts heads of entries.
+        bias: flat, 0 where a token may be read, else -inf: of singles ``(singles, tokens)``, of
+            groups ``(groups, widest, tokens)``; dtype of the scores, float32.
+        cos, sin: rotary phase of the rows, ``(rows, 1, head_dim)``.
+    """
+
+    header: Tensor
+    index: Tensor
+    bias: Tensor
+    cos: Tensor
+    sin: Tensor
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.header, self.index, self.bias, self.cos, self.sin
+
+
+@dataclass(frozen=True, slots=True)
+class RowsInPages:
+    """The KVView of one engine call.
+
+    Attributes:
+        keys, values: pools by attention layer, ``(entries, n_kv_heads, head_dim)``.
+        scratch: two flat buffers for what is gathered. Fresh memory of this size would be given
+            back to the system after every call, and mapping it again costs more than the products.
+    """
+
+    rope: Rope
+    plan: Plan
+    keys: list[Tensor]
+    values: list[Tensor]
+    scratch: Tensor
+
+    def attend(self, layer: int, r: int | Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        plan = self.plan
+        q = self.rope.rotate(q, plan.cos, plan.sin)
+        k = self.rope.rotate(k, plan.cos, plan.sin)
+        return attend_pages(
+            q,
+            k,
+            v,
+            self.keys[layer],
+            self.values[layer],
+            self.scratch,
+            plan.header,
+            plan.index,
+            plan.bias,
+        )
+
+
+@torch.library.custom_op(
+    "loopwise::attend_pages", mutates_args=("key_pool", "value_pool", "scratch")
+)
+def attend_pages(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_pool: Tensor,
+    value_pool: Tensor,
+    scratch: Tensor,
+    header: Tensor,
+    index: Tensor,
+    bias: Tensor,
+) -> Tensor:
+    """Write the rows' entries, then mix what each may read.
+
+    Args:
+        q: ``(rows, n_heads, head_dim)``, already turned.
+        k, v: ``(rows, n_kv_heads, head_dim)``.
+    Returns:
+        ``(rows, n_heads, head_dim)``.
+    """
+    rows, n_heads, head_dim = q.shape
+    n_kv = k.shape[1]
+    shared = n_heads // n_kv  # query heads per key head
+    singles, seen, groups, widest, seen_by_group = header.tolist()
+    key_pool.index_copy_(0, index[:rows], k)
+    value_pool.index_copy_(0, index[:rows], v)
+    out = torch.empty_like(q)
+    at = rows
+    if singles:
+        read = index[at : at + singles * n_kv * seen]
+        at += read.numel()
+        asked = q[:singles].view(singles, n_kv, shared, head_dim)
+        allowed = bias[: singles * seen].view(singles, 1, 1, seen)
+        mixed = _mix(asked, key_pool, value_pool, read, allowed, scratch)
+        out[:singles] = mixed.view(singles, n_heads, head_dim)
+    if groups:
+        cells = groups * widest
+        members, places = index[at : at + cells], index[at + cells : at + cells + rows - singles]
+        at += cells + rows - singles
+        read = index[at : at + groups * n_kv * seen_by_group]
+        asked = q[singles:][members].view(groups, widest, n_kv, shared, head_dim)
+        asked = asked.permute(0, 2, 3, 1, 4).reshape(groups, n_kv, shared * widest, head_dim)
+        allowed = bias[singles * seen : singles * seen + cells * seen_by_group]
+        allowed = allowed.view(groups, 1, widest, seen_by_group).repeat(1, 1, shared, 1)
+        mixed = _mix(asked, key_pool, value_pool, read, allowed, scratch)
+        mixed = mixed.view(groups, n_kv, shared, widest, head_dim).permute(0, 3, 1, 2, 4)
+        out[singles:] = mixed.reshape(cells, n_heads, head_dim)[places]
+    return out
+
+
+@attend_pages.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_pool: Tensor,
+    value_pool: Tensor,
+    scratch: Tensor,
+    header: Tensor,
+    index: Tensor,
+    bias: Tensor,
+) -> Tensor:
+    return torch.empty_like(q)
+
+
+def _mix(
+    q: Tensor, key_pool: Tensor, value_pool: Tensor, read: Tensor, bias: Tensor, scratch: Tensor
+) -> Tensor:
+    """Attention of ``q (groups, n_kv_heads, queries, head_dim)`` over the entries at ``read``."""
+    groups, n_kv, _, head_dim = q.shape
+    shape = (groups, n_kv, read.numel() // (groups * n_kv), head_dim)
+    size = read.numel() * head_dim
+    keys = _take(key_pool.view(-1, head_dim), read, scratch[0, :size]).view(shape)
+    values = _take(value_pool.view(-1, head_dim), read, scratch[1, :size]).view(shape)
+    scores = q @ keys.transpose(-1, -2)
+    scores = scores.to(torch.promote_types(q.dtype, torch.float32))
+    scores.mul_(head_dim**-0.5).add_(bias)
+    return scores.softmax(dim=-1).to(q.dtype) @ values
+
+
+def _take(pool: Tensor, read: Tensor, out: Tensor) -> Tensor:
+    return torch.index_select(pool, 0, read, out=out.view(-1, pool.shape[1]))

@@ -1,0 +1,33 @@
+"""What an engine did, counted."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from loopwise.engine.kv_cache import Ints
+
+RECENT = 4096  # ticks whose rows are remembered
+
+
+class Counts:
+    """Ticks, rows and tokens since an engine was made.
+
+    Attributes:
+        rows_by_recurrence: core row-steps by the recurrence they did, ``(max_depth + 1,)``.
+        recent: the same of each of the last ticks.
+        busy_s: time spent in ticks.
+    """
+
+    def __init__(self, max_depth: int) -> None:
+        self.ticks = self.tokens = self.prelude_rows = self.coda_rows = 0
+        self.busy_s = 0.0
+        self.rows_by_recurrence: Ints = np.zeros(max_depth + 1, np.int64)
+        self.recent: deque[Ints] = deque(maxlen=RECENT)
+
+    def see(self, recurrences: Ints) -> None:
+        """One tick ran rows that are now at these recurrences."""
+        rows = np.bincount(recurrences, minlength=len(self.rows_by_recurrence))
+        self.rows_by_recurrence += rows
+        self.recent.append(rows)

@@ -1,0 +1,187 @@
+"""The live rows of an engine: plain numbers on the host, and what attention must be told of them.
+
+A row is one token on its way through the core. It holds a *seat*, an index into every table here
+and into the latents on the device, from its prelude until its logits are read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from loopwise.engine.attention import Plan
+from loopwise.engine.kv_cache import Ints, KVCache, Stage
+from loopwise.exits.rule import ExitRule
+from loopwise.models.base import Rope
+
+FEW = 4  # live rows of a chunk up to which each reads for itself, which spares a second pass
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The rows of one call: singles, then groups of rows of one request at one recurrence.
+
+    Attributes:
+        seats: of all rows, ``(rows,)``.
+        singles: how many of them come first.
+        groups: sizes of the groups that follow.
+    """
+
+    seats: Ints
+    singles: int
+    groups: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, chunks: list[Ints]) -> Batch:
+        """Rows of several requests, given as the seats of each."""
+        small = [c for c in chunks if len(c) <= FEW]
+        large = [c for c in chunks if len(c) > FEW]
+        seats = np.concatenate(small + large)
+        sizes = tuple(len(c) for c in large)
+        return cls(seats, len(seats) - sum(sizes), sizes)
+
+
+class RowBounds(NamedTuple):
+    """An exit rule's numbers, one of each per row; stands in for an :class:`ExitRule`."""
+
+    threshold: NDArray[np.float32]
+    patience: Ints
+    min_depth: Ints
+    max_depth: Ints
+
+
+class RowTable:
+    """Where every row is, when it stops, and where its entries lie.
+
+    Attributes:
+        slot, position: of the row's request and token, by seat.
+        r: recurrences done, by seat.
+        threshold, patience, min_depth, max_depth: of its exit rule, by seat.
+        hits: consecutive scores at or below the threshold, by seat.
+    """
+
+    def __init__(self, cache: KVCache, *, seats: int, slots: int, max_seq: int, rope: Rope) -> None:
+        self.slot = np.zeros(seats, np.int64)
+        self.position = np.zeros(seats, np.int64)
+        self.r = np.zeros(seats, np.int64)
+        self.hits = np.zeros(seats, np.int64)
+        self.threshold = np.zeros(seats, np.float32)
+        self.patience = np.ones(seats, np.int64)
+        self.min_depth = np.ones(seats, np.int64)
+        self.max_depth = np.ones(seats, np.int64)
+        self._cache = cache
+        self._n_kv = cache.keys[0].shape[1] if cache.keys else 1
+        self._steps = np.arange(max_seq)
+        self._heads = np.arange(self._n_kv)[:, None]
+        # Address of entry 0 of each token, by slot and position, for stages of each width.
+        widths = {s.entries for s in (cache.prelude, cache.core, cache.coda)}
+        self._address = {n: np.zeros((slots, max_seq), np.int64) for n in widths | {1}}
+        # Latest recurrence of each token, by its address in a stage of one entry.
+        self._last = np.zeros((cache.shape.pages + 1) * cache.shape.page_size, np.int64)
+        self._cos, self._sin = rope.tables(torch.arange(max_seq), cache_dtype(cache))
+        self._device = cache_device(cache)
+
+    def place(self, slot: int, first: int, page: int) -> None:
+        """Tokens from position ``first`` of a slot's request lie in ``page``."""
+        size = self._cache.shape.page_size
+        end = min(first + size, len(self._steps))
+        for entries, address in self._address.items():
+            address[slot, first:end] = page * size * entries + self._steps[: end - first]
+
+    def seat(self, seats: Ints, slot: int, first: int, rule: ExitRule) -> None:
+        """Rows of consecutive tokens of one request sit down before recurrence 1."""
+        self.slot[seats] = slot
+        self.position[seats] = np.arange(first, first + len(seats))
+        self.r[seats] = 0
+        self.hits[seats] = 0
+        self.threshold[seats] = rule.threshold
+        self.patience[seats] = rule.patience
+        self.min_depth[seats] = rule.min_depth
+        self.max_depth[seats] = rule.max_depth
+
+    def bounds(self, seats: Ints) -> RowBounds:
+        return RowBounds(
+            self.threshold[seats],
+            self.patience[seats],
+            self.min_depth[seats],
+            self.max_depth[seats],
+        )
+
+    def advance(self, seats: Ints) -> None:
+        """Rows enter their next recurrence."""
+        self.r[seats] += 1
+        places = self._address[1][self.slot[seats], self.position[seats]]
+        self._last[places] = self.r[seats]
+
+    def plan(self, batch: Batch, stage: Stage) -> Plan:
+        """What the attention layers of ``stage`` must know to run ``batch``."""
+        seats = batch.seats
+        slot, position = self.slot[seats], self.position[seats]
+        r = np.maximum(self.r[seats], 1)  # the prelude runs before recurrence 1
+        address = self._address[stage.entries]
+        index = [address[slot, position] + stage.written[r]]
+        bias: list[NDArray[np.float32]] = []
+        n, seen = batch.singles, 0
+        if n:
+            seen = int(position[:n].max()) + 1
+            read, allowed = self._read(stage, slot[:n], r[:n], position[:n], seen)
+            index.append((read[:, None] * self._n_kv + self._heads).ravel())
+            bias.append(allowed.ravel())
+        widest = max(batch.groups, default=0)
+        seen_by_group = int(position[n:].max()) + 1 if batch.groups else 0
+        if batch.groups:
+            parts, allowed = self._groups(stage, batch, slot, r, position, seen_by_group)
+            index += parts
+            bias.append(allowed.ravel())
+        header = np.array([n, seen, len(batch.groups), widest, seen_by_group])
+        at = torch.from_numpy(position)
+        return Plan(
+            header=torch.from_numpy(header),
+            index=torch.from_numpy(np.concatenate(index)).to(self._device),
+            bias=torch.from_numpy(np.concatenate(bias)).to(self._device),
+            cos=self._cos[at].to(self._device),
+            sin=self._sin[at].to(self._device),
+        )
+
+    def _read(
+        self, stage: Stage, slot: Ints, r: Ints, position: Ints, seen: int
+    ) -> tuple[Ints, NDArray[np.float32]]:
+        """Entries ``(rows, seen)`` read up to each row's position, and the bias."""
+        read = self._address[stage.entries][slot, :seen]
+        if stage.read is not None:
+            last = self._last[self._address[1][slot, :seen]]
+            last += (r * (self._cache.shape.max_depth + 1))[:, None]
+            read += stage.read[last]
+        unseen = self._steps[:seen] > position[:, None]
+        read[unseen] = 0
+        return read, np.where(unseen, np.float32(-np.inf), np.float32(0.0))
+
+    def _groups(
+        self, stage: Stage, batch: Batch, slot: Ints, r: Ints, position: Ints, seen: int
+    ) -> tuple[list[Ints], NDArray[np.float32]]:
+        """Members, their places, and what each group reads; the bias of every member."""
+        widest, n = max(batch.groups), len(batch.groups)
+        ends = np.cumsum(batch.groups)
+        starts = ends - batch.groups
+        within = np.minimum(np.arange(widest), np.array(batch.groups)[:, None] - 1)
+        members = starts[:, None] + within  # a short group repeats its last row
+        places = np.concatenate([i * widest + np.arange(g) for i, g in enumerate(batch.groups)])
+        lasts = ends - 1 + batch.singles  # the latest token sees all that its group does
+        read, _ = self._read(stage, slot[lasts], r[lasts], position[lasts], seen)
+        read = (read[:, None] * self._n_kv + self._heads).ravel()
+        unseen = self._steps[:seen] > position[batch.singles :][members][..., None]
+        bias = np.where(unseen, np.float32(-np.inf), np.float32(0.0))
+        assert bias.shape == (n, widest, seen), "one bias row per member"
+        return [members.ravel(), places, read], bias
+
+
+def cache_dtype(cache: KVCache) -> torch.dtype:
+    return cache.keys[0].dtype
+
+
+def cache_device(cache: KVCache) -> torch.device:
+    return cache.keys[0].device

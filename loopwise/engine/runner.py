@@ -1,0 +1,234 @@
+"""Calls into the model for the rows of an engine: prelude, one recurrence, exits, logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from loopwise.engine.attention import Plan, RowsInPages
+from loopwise.engine.kv_cache import Ints, KVCache, Stage
+from loopwise.engine.rows import Batch, RowTable
+from loopwise.exits.base import ExitPolicy, Observation, Reads
+from loopwise.exits.rule import should_exit
+from loopwise.models.base import LoopedLM
+from loopwise.models.layers import row_seeds
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRows:
+    """Rows of one request that go through the core together.
+
+    Attributes:
+        seats: in the order of their positions.
+        policy: index of their exit policy.
+    """
+
+    seats: Ints
+    policy: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exits:
+    """Rows that stopped at the recurrence just done.
+
+    Attributes:
+        seats: of the rows.
+        logits: what their rule has read, ``(rows, vocab)``; None under rules that read none.
+    """
+
+    seats: Ints
+    logits: Tensor | None
+
+
+class Runner:
+    """Latents of the live rows on the device, and one call per stage of the model.
+
+    Args:
+        model: frozen.
+        seats: rows that can be live at once.
+        compile: compile the core step once, for any number of rows.
+    """
+
+    def __init__(
+        self,
+        model: LoopedLM,
+        cache: KVCache,
+        table: RowTable,
+        *,
+        seats: int,
+        compile: bool,
+    ) -> None:
+        self.model, self.cache, self.table = model, cache, table
+        self.device = cache.keys[0].device
+        self.rope = model.geometry.rope
+        d = model.geometry.d_model
+        self._latent = torch.zeros(seats, d, dtype=model.dtype, device=self.device)
+        self._previous = torch.zeros_like(self._latent)
+        self._injection = torch.zeros_like(self._latent)
+        self.policies: list[ExitPolicy] = []
+        self._memory: list[Tensor] = []
+        self._scratch = torch.empty(2, 0, dtype=model.dtype, device=self.device)
+        self._entry = model.geometry.n_kv_heads * model.geometry.head_dim
+        self._calls = Calls(model, compile)
+
+    def add_policy(self, policy: ExitPolicy) -> int:
+        """The index by which rows name it."""
+        g = self.model.geometry
+        width = policy.memory_width(g.vocab_size, g.d_model)
+        self.policies.append(policy)
+        self._memory.append(torch.zeros(self._latent.shape[0], width, device=self.device))
+        return len(self.policies) - 1
+
+    @torch.no_grad()
+    def enter(self, chunks: list[LiveRows], token_ids: list[int], seeds: Ints) -> None:
+        """Run new rows through the prelude and give them their first latent.
+
+        Args:
+            token_ids, seeds: of all rows, chunk after chunk; the seed is the request's.
+        """
+        order = np.concatenate([c.seats for c in chunks])
+        batch = Batch.of([c.seats for c in chunks])
+        # Batch.of may put rows in another order than the chunks came in.
+        place = np.empty(len(self.table.slot), np.int64)
+        place[order] = np.arange(len(order))
+        back = place[batch.seats]
+        ids = torch.from_numpy(np.array(token_ids)[back]).to(self.device)
+        view = self._view(batch, self.cache.prelude)
+        injection = self._calls.prelude(ids, *view)
+        positions = torch.from_numpy(self.table.position[batch.seats])
+        row = row_seeds(positions, torch.from_numpy(seeds[back])).to(self.device)
+        seats = self._seats(batch.seats)
+        self._injection[seats] = injection
+        self._latent[seats] = self.model.initial_latent(injection, row)
+        for memory in self._memory:
+            if memory.shape[1]:
+                memory[seats] = 0
+
+    @torch.no_grad()
+    def recur(self, chunks: list[LiveRows]) -> list[Exits]:
+        """One recurrence of all live rows, and which of them stop after it."""
+        batch = Batch.of([c.seats for c in chunks])
+        self.table.advance(batch.seats)
+        seats = self._seats(batch.seats)
+        r = torch.from_numpy(self.table.r[batch.seats]).to(self.device)
+        before = self._latent.index_select(0, seats)
+        injection = self._injection.index_select(0, seats)
+        after = self._calls.core(before, injection, r, *self._view(batch, self.cache.core))
+        self._previous.index_copy_(0, seats, before)
+        self._latent.index_copy_(0, seats, after)
+        asked = {c.policy for c in chunks}
+        return [
+            exits
+            for policy in sorted(asked)
+            if (exits := self._judge(policy, [c.seats for c in chunks if c.policy == policy]))
+            is not None
+        ]
+
+    def _judge(self, index: int, chunks: list[Ints]) -> Exits | None:
+        """Score the rows under one policy; None where all go on."""
+        policy, table = self.policies[index], self.table
+        batch = Batch.of(chunks)
+        rows = batch.seats
+        score: NDArray[np.float32] = np.full(len(rows), np.inf, np.float32)
+        logits = None
+        if policy.reads is not Reads.NOTHING:
+            seats = self._seats(rows)
+            if policy.reads is Reads.LOGITS:
+                logits = self.model.head(self._hidden(batch, self.cache.coda))
+            seen = Observation(
+                r=torch.from_numpy(table.r[rows]).to(self.device),
+                latent=self._latent.index_select(0, seats),
+                previous=self._previous.index_select(0, seats),
+                logits=logits,
+            )
+            memory = self._memory[index]
+            if memory.shape[1]:
+                found, memory[seats] = policy.score(seen, memory[seats])
+            else:
+                found, _ = policy.score(seen, memory[: len(rows)])
+            score = found.float().cpu().numpy()
+        stop, table.hits[rows] = should_exit(
+            table.bounds(rows), score, table.hits[rows], table.r[rows]
+        )
+        if not stop.any():
+            return None
+        kept = None if logits is None else logits[torch.from_numpy(stop).to(self.device)]
+        return Exits(rows[stop], kept)
+
+    @torch.no_grad()
+    def read(self, chunks: list[Ints], wanted: Ints) -> Tensor:
+        """Run the coda for rows that have settled; logits ``(wanted, vocab)`` of some of them.
+
+        Coda layers are the reason to run it for rows whose logits nobody wants: later tokens
+        attend to their entries there.
+        """
+        if self.model.geometry.n_coda_layers == 0:
+            chunks = [wanted]
+            if not len(wanted):
+                return self._latent.new_empty(0, self.model.geometry.vocab_size)
+        batch = Batch.of(chunks)
+        hidden = self._hidden(batch, self.cache.coda_once)
+        place = np.empty(len(self.table.slot), np.int64)
+        place[batch.seats] = np.arange(len(batch.seats))
+        return self.model.head(hidden.index_select(0, self._seats(place[wanted])))
+
+    def _hidden(self, batch: Batch, stage: Stage) -> Tensor:
+        latent = self._latent.index_select(0, self._seats(batch.seats))
+        r = torch.from_numpy(self.table.r[batch.seats]).to(self.device)
+        return self._calls.hidden(latent, r, *self._view(batch, stage))
+
+    def _seats(self, seats: Ints) -> Tensor:
+        return torch.from_numpy(seats).to(self.device)
+
+    def _view(self, batch: Batch, stage: Stage) -> tuple[Plan, list[Tensor], list[Tensor], Tensor]:
+        plan = self.table.plan(batch, stage)
+        singles, seen, groups, _, seen_by_group = plan.header.tolist()
+        size = max(singles * seen, groups * seen_by_group) * self._entry
+        if size > self._scratch.shape[1]:
+            self._scratch = self._scratch.new_empty(2, size + size // 2)
+        return plan, self.cache.keys, self.cache.values, self._scratch
+
+
+class Calls:
+    """The model's functions over rows in pages, compiled or not."""
+
+    def __init__(self, model: LoopedLM, compile: bool) -> None:
+        rope = model.geometry.rope
+        Call = Callable[..., Tensor]
+
+        def prelude(
+            ids: Tensor, plan: Plan, keys: list[Tensor], values: list[Tensor], scratch: Tensor
+        ) -> Tensor:
+            return model.prelude(ids, RowsInPages(rope, plan, keys, values, scratch))
+
+        def core(
+            latent: Tensor,
+            injection: Tensor,
+            r: Tensor,
+            plan: Plan,
+            keys: list[Tensor],
+            values: list[Tensor],
+            scratch: Tensor,
+        ) -> Tensor:
+            view = RowsInPages(rope, plan, keys, values, scratch)
+            return model.core_step(latent, injection, r, view)
+
+        def hidden(
+            latent: Tensor,
+            r: Tensor,
+            plan: Plan,
+            keys: list[Tensor],
+            values: list[Tensor],
+            scratch: Tensor,
+        ) -> Tensor:
+            return model.hidden(latent, r, RowsInPages(rope, plan, keys, values, scratch))
+
+        def ready(function: Call) -> Call:
+            return torch.compile(function, dynamic=True) if compile else function
+
+        self.prelude, self.core, self.hidden = ready(prelude), ready(core), ready(hidden)

@@ -1,0 +1,346 @@
+"""Who runs, who waits, who holds which page: plain Python over small integers.
+
+A running request holds a *slot*. Its tokens go through the core in *chunks*: pieces of its prompt,
+then single tokens as they are made. All rows of a chunk enter together and the next chunk follows
+when the last of them has settled, so that a token never meets an unfinished one before it.
+
+Fairness: requests start in the order of (priority, arrival). One that does not fit lets smaller
+ones pass, but only for ``max_wait`` ticks; from then on nobody who ranks behind it starts before
+it, and priorities no longer count against it. When pages run out, the youngest request gives its
+own back and is computed again later; the oldest always goes on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from loopwise.engine.kv_cache import Ints
+from loopwise.engine.pages import PagePool
+from loopwise.errors import EngineError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What can be in flight at once.
+
+    Attributes:
+        slots: requests.
+        max_seq: tokens of one request, prompt and output.
+        chunk: prompt tokens that enter the core together.
+        prefill_rows: prompt tokens in the core at once, over all requests.
+        pages, page_size: of KV storage, and tokens in each.
+        max_wait: ticks a request may be overtaken.
+    """
+
+    slots: int
+    max_seq: int
+    chunk: int
+    prefill_rows: int
+    pages: int
+    page_size: int
+    max_wait: int
+
+    def __post_init__(self) -> None:
+        for name in ("slots", "max_seq", "chunk", "prefill_rows", "page_size"):
+            if getattr(self, name) < 1:
+                raise EngineError(f"engine.{name}={getattr(self, name)} must be at least 1")
+        if self.max_wait < 0:
+            raise EngineError(f"engine.max_wait={self.max_wait} must not be negative")
+        if self.prefill_rows < self.chunk:
+            raise EngineError(
+                f"engine.prefill_rows={self.prefill_rows} must hold one chunk of {self.chunk}"
+            )
+        if self.pages < self.pages_for(self.max_seq):
+            raise EngineError(
+                f"engine.pages={self.pages} must hold one request of max_seq={self.max_seq} "
+                f"tokens: at least {self.pages_for(self.max_seq)} of {self.page_size}"
+            )
+
+    def pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One choice of one request on its way.
+
+    Attributes:
+        number: order of arrival.
+        tokens: prompt, then what was made.
+        root: identity of what must be equal beside tokens for pages to be shared.
+        leader: a sequence with the same prompt that computes it first.
+        done: tokens whose entries are final.
+        identity: of the content of the pages known so far.
+    """
+
+    number: int
+    tokens: list[int]
+    root: int
+    priority: int = 0
+    leader: Sequence | None = None
+    n_prompt: int = field(init=False)
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    done: int = 0
+    learned: int = 0  # pages
+    identity: int = 0
+    chunk: Chunk | None = None
+    waiting_since: int = 0
+    reused: int = 0  # tokens found in the prefix cache
+    preempted: int = 0  # times
+    ended: bool = False
+
+    def __post_init__(self) -> None:
+        self.n_prompt = len(self.tokens)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Smaller goes first."""
+        return -self.priority, self.number
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """Tokens ``[start, end)`` of a sequence in the core.
+
+    Attributes:
+        seats: of its rows, in order.
+        live: seats of those still in the core.
+        dropped: the sequence was preempted or cancelled meanwhile.
+    """
+
+    sequence: Sequence
+    start: int
+    end: int
+    seats: Ints
+    live: Ints
+    dropped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Tokens of a slot from ``first`` on lie in ``page``."""
+
+    slot: int
+    first: int
+    page: int
+
+
+class Scheduler:
+    """Admission, pages and seats.
+
+    The seat of a single token is its slot; further seats are for prompt chunks.
+
+    Args:
+        exact: what a token reads does not depend on the chunk it came in, so that chunks may start
+            anywhere and made tokens can be computed again in chunks.
+    """
+
+    def __init__(self, limits: Limits, exact: bool) -> None:
+        self.limits, self.exact = limits, exact
+        self.pool = PagePool(limits.pages)
+        self.tick = 0
+        self.counts: Counter[str] = Counter()
+        self.log: deque[str] = deque(maxlen=256)
+        self._waiting: list[Sequence] = []
+        self._running: list[Sequence] = []
+        self._slots = list(range(limits.slots - 1, -1, -1))
+        self._seats = list(range(limits.slots, limits.slots + limits.prefill_rows))[::-1]
+        self._placed: list[Placement] = []
+
+    @property
+    def seats(self) -> int:
+        return self.limits.slots + self.limits.prefill_rows
+
+    @property
+    def idle(self) -> bool:
+        return not self._waiting and not self._running
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    def submit(self, sequence: Sequence) -> None:
+        """Queue a sequence of at most ``max_seq`` tokens."""
+        sequence.waiting_since = self.tick
+        self._waiting.append(sequence)
+
+    def admit(self) -> tuple[list[Chunk], list[Placement]]:
+        """Start what can start in this tick: its chunks, and where their tokens lie."""
+        self.tick += 1
+        self._placed = []
+        chunks = []
+        for sequence in sorted(self._running, key=lambda s: s.rank):
+            if sequence.chunk is None and sequence.slot >= 0:
+                chunks += self._start(sequence)
+        for sequence in self._candidates():
+            chunks += self._start(sequence)
+        return [c for c in chunks if not c.dropped], self._placed
+
+    def finish(self, chunk: Chunk) -> None:
+        """All rows of a chunk have settled and left their entries in every layer."""
+        sequence = chunk.sequence
+        self._free_seats(chunk)
+        sequence.chunk = None
+        sequence.done = chunk.end
+        size = self.limits.page_size
+        # Under an approximate policy what a made token left depends on how it was made.
+        known = sequence.done if self.exact else min(sequence.done, sequence.n_prompt)
+        while (sequence.learned + 1) * size <= known:
+            first, page = sequence.learned * size, sequence.pages[sequence.learned]
+            tokens = sequence.tokens[first : first + size]
+            sequence.identity = self.pool.learn(sequence.identity, page, tokens)
+            sequence.learned += 1
+
+    def append(self, sequence: Sequence, token_id: int) -> None:
+        """A token was made; it enters the core at the next tick."""
+        sequence.tokens.append(token_id)
+
+    def end(self, sequence: Sequence) -> None:
+        """The sequence is complete, or nobody wants it any more."""
+        if sequence.ended:
+            return
+        sequence.ended = True
+        if sequence.slot >= 0:
+            self._leave(sequence)
+        else:
+            self._waiting.remove(sequence)
+
+    def _candidates(self) -> Iterator[Sequence]:
+        """Waiting sequences that get a slot now, seated."""
+
+        def rank(s: Sequence) -> tuple[bool, int, int]:
+            late = self._overdue(s)
+            return (not late, *((0, s.number) if late else s.rank))
+
+        for sequence in sorted(self._waiting, key=rank):
+            if not self._slots:
+                return
+            if not _ready(sequence):
+                continue
+            found = list(self._shared(sequence))
+            new = self.limits.pages_for(len(sequence.tokens)) - len(found)
+            if new > self.pool.free - self.pool.idle(page for page, _ in found):
+                if self._overdue(sequence):
+                    return
+                self.counts["overtaken"] += 1
+                continue
+            self._seat(sequence, found)
+            yield sequence
+
+    def _overdue(self, sequence: Sequence) -> bool:
+        return self.tick - sequence.waiting_since > self.limits.max_wait
+
+    def _shared(self, sequence: Sequence) -> Iterator[tuple[int, int]]:
+        """Pages of its beginning that are there already; at least one token is left to compute."""
+        size = self.limits.page_size
+        usable = len(sequence.tokens) - 1
+        if not self.exact:  # only whole chunks of the prompt mean the same again
+            unit = math.lcm(size, self.limits.chunk)
+            usable = min(usable, sequence.n_prompt) // unit * unit
+        found = list(self.pool.find(sequence.root, sequence.tokens[:usable], size))
+        if not self.exact:
+            found = found[: len(found) * size // unit * unit // size]
+        yield from found
+
+    def _seat(self, sequence: Sequence, found: list[tuple[int, int]]) -> None:
+        sequence.slot = self._slots.pop()
+        sequence.identity = sequence.root
+        for page, identity in found:
+            self.pool.hold(page)
+            self._place(sequence, page)
+            sequence.identity = identity
+        sequence.learned = len(found)
+        sequence.done = len(found) * self.limits.page_size
+        sequence.reused += sequence.done
+        self._waiting.remove(sequence)
+        self._running.append(sequence)
+        waited = self.tick - sequence.waiting_since
+        self.counts["admitted"] += 1
+        self.counts["reused_tokens"] += sequence.done
+        self.counts["longest_wait"] = max(self.counts["longest_wait"], waited)
+
+    def _start(self, sequence: Sequence) -> list[Chunk]:
+        """The next chunk of a running sequence; nothing where it must wait or was preempted."""
+        if sequence.slot < 0:
+            return []
+        end = self._end_of_chunk(sequence)
+        rows = end - sequence.done
+        if rows > 1 and rows > len(self._seats):
+            return []
+        if not self._cover(sequence, end):
+            return []
+        if rows == 1:
+            seats = np.array([sequence.slot])
+        else:
+            seats = np.array(sorted(self._seats.pop() for _ in range(rows)))
+        chunk = Chunk(sequence, sequence.done, end, seats, seats)
+        sequence.chunk = chunk
+        return [chunk]
+
+    def _end_of_chunk(self, sequence: Sequence) -> int:
+        size, total = self.limits.chunk, len(sequence.tokens)
+        if self.exact:
+            return min(sequence.done + size, total)
+        if sequence.done >= sequence.n_prompt:
+            return sequence.done + 1
+        return min((sequence.done // size + 1) * size, sequence.n_prompt)
+
+    def _cover(self, sequence: Sequence, tokens: int) -> bool:
+        """Pages for the first ``tokens`` tokens; younger sequences give theirs where needed."""
+        needed = self.limits.pages_for(tokens) - len(sequence.pages)
+        while needed > self.pool.free:
+            youngest = max(self._running, key=lambda s: s.rank)
+            self._preempt(youngest, needed - self.pool.free)
+            if youngest is sequence:
+                return False
+        for _ in range(needed):
+            self._place(sequence, self.pool.take())
+        return True
+
+    def _place(self, sequence: Sequence, page: int) -> None:
+        first = len(sequence.pages) * self.limits.page_size
+        self._placed.append(Placement(sequence.slot, first, page))
+        sequence.pages.append(page)
+
+    def _preempt(self, sequence: Sequence, short: int) -> None:
+        self.counts["preempted"] += 1
+        self.log.append(
+            f"tick {self.tick}: request {sequence.number} gives back {len(sequence.pages)} pages "
+            f"({short} short; it is the youngest) and will be computed again"
+        )
+        self._leave(sequence)
+        sequence.preempted += 1
+        sequence.done = sequence.learned = 0
+        sequence.waiting_since = self.tick
+        self._waiting.append(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Slot, seats and pages come back."""
+        if sequence.chunk is not None:
+            sequence.chunk.dropped = True
+            self._free_seats(sequence.chunk)
+            sequence.chunk = None
+        self._placed = [p for p in self._placed if p.slot != sequence.slot]
+        self._running.remove(sequence)
+        self._slots.append(sequence.slot)
+        self.pool.release(sequence.pages)
+        sequence.slot, sequence.pages = -1, []
+
+    def _free_seats(self, chunk: Chunk) -> None:
+        self._seats += [seat for seat in chunk.seats.tolist() if seat >= self.limits.slots]
+
+
+def _ready(sequence: Sequence) -> bool:
+    """Whether the prompt it shares has been computed, or nobody will."""
+    leader = sequence.leader
+    return leader is None or leader.ended or leader.done >= leader.n_prompt
