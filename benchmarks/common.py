@@ -1,23 +1,15 @@
-"""What benchmarks share: environment, interleaved repeats, a table, one JSON line last."""
+"""What the scripts of this folder share: their arguments, and one JSON line last."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
-import subprocess
-import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from rich.console import Console
-from rich.table import Table
+from loopwise.bench.common import interleaved, keep, ratios, record, spread, table
 
-import loopwise
-
+__all__ = ["arguments", "finish", "interleaved", "ratios", "spread", "table"]
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -29,75 +21,9 @@ def arguments(description: str) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def interleaved(
-    candidates: Mapping[str, Callable[[], object]], repeats: int
-) -> dict[str, list[float]]:
-    """Seconds of each candidate, run in turn after one warm-up each: A B A B ..."""
-    for run in candidates.values():
-        run()
-    seconds: dict[str, list[float]] = {name: [] for name in candidates}
-    for _ in range(repeats):
-        for name, run in candidates.items():
-            start = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - start)
-    return seconds
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    return {
-        "median": float(np.median(values)),
-        "low": float(np.min(values)),
-        "high": float(np.max(values)),
-    }
-
-
-def ratios(above: list[float], below: list[float]) -> dict[str, float]:
-    """Ratio pair by pair, so that a drifting machine cancels out."""
-    return spread([a / b for a, b in zip(above, below, strict=True)])
-
-
-def table(title: str, rows: list[dict[str, Any]]) -> None:
-    out = Table(title=title)
-    for name in rows[0]:
-        out.add_column(name, justify="right")
-    for row in rows:
-        out.add_row(*(f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()))
-    Console().print(out)
-
-
 def finish(name: str, result: dict[str, Any], save: bool) -> None:
     """Print the one JSON line; with ``--save`` keep it by date, name and hardware."""
-    record = {
-        "benchmark": name,
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": _commit(),
-        "loopwise": loopwise.__version__,
-        "torch": torch.__version__,
-        "hardware": _hardware(),
-        "threads": torch.get_num_threads(),
-        **result,
-    }
+    found = record(name, result)
     if save:
-        RESULTS.mkdir(exist_ok=True)
-        hardware = record["hardware"].lower().replace(" ", "-")
-        path = RESULTS / f"{record['date']}-{name}-{hardware}.json"
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(record))
-
-
-def _hardware() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    return f"{torch.cpu.get_capabilities().get('cpu_name', platform.machine())} cpu"
-
-
-def _commit() -> str:
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.stdout.strip() or "unknown"
+        keep(found, RESULTS)
+    print(json.dumps(found))

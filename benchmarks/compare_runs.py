@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from loopwise.report.palette import in_order
+
 DEPTHS = (1, 2, 4, 8, 16, 32)
 BUDGETS = (0.01, 0.001)
-RULES = ("kl", "latent-change", "probe", "oracle-kl")
 
 
 def main(folders: list[str]) -> None:
@@ -51,7 +52,7 @@ def _rules(name: str, frontier: dict[str, Any]) -> list[dict[str, str]]:
         (b["policy"], b["meaning"], b["budget_nats"]): b["point"] for b in frontier["budgets"]
     }
     rows = []
-    for policy in ("fixed", *RULES):
+    for policy in in_order(list(frontier["policies"])):
         for meaning in ("uniform", "replayed", "live"):
             if (policy, meaning, BUDGETS[0]) not in points:
                 continue

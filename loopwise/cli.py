@@ -27,6 +27,11 @@ app = typer.Typer(
 eval_app = typer.Typer(help="Evaluate a checkpoint.", no_args_is_help=True)
 app.add_typer(eval_app, name="eval")
 
+bench_app = typer.Typer(
+    help="Measure the engine beside its alternatives, in one run.", no_args_is_help=True
+)
+app.add_typer(bench_app, name="bench")
+
 DataOption = Annotated[
     list[str] | None,
     typer.Option("--data", help="Text: files, folders, globs, hub:OWNER/NAME, builtin:stories."),
@@ -116,7 +121,7 @@ def measure(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Trace every token of --data at every recurrence; fits the probe (A2) on its first part."""
+    """Trace every token of --data at every recurrence; fits exit rules on its first part."""
     with _command(as_json, debug) as (display, answer):
         from loopwise.study import measure_command
 
@@ -136,7 +141,7 @@ def frontier(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Quality against depth for A0, A1, A2 and the oracles, replayed and live."""
+    """Quality against depth for every exit rule and the oracles, replayed and live."""
     with _command(as_json, debug) as (display, answer):
         from loopwise.study import frontier_command
 
@@ -284,6 +289,65 @@ def perplexity(
         for name, result in results.items():
             print_perplexity(name, result)
         answer(results)
+
+
+def _bench(command: str, what: str) -> None:
+    """One row of the ``bench`` table; all of them take the same options."""
+
+    @bench_app.command(command, help=what)
+    def run(
+        checkpoint: Annotated[Path, typer.Argument(help="Checkpoint or run folder.")],
+        data: DataOption = None,
+        exit_: Annotated[
+            str, typer.Option("--exit", help="Exit rule under test.")
+        ] = "latent-change:0.1",
+        depth: Annotated[
+            int | None, typer.Option("--depth", help="Full depth; default: the training mean.")
+        ] = None,
+        kv: Annotated[str, typer.Option("--kv", help="KV policy.")] = "per-loop",
+        batch: Annotated[int, typer.Option("--batch", help="Requests in flight.")] = 32,
+        requests: Annotated[int, typer.Option("--requests", help="Of one pass.")] = 64,
+        judged: Annotated[int, typer.Option("--judged", help="Requests scored.")] = 64,
+        repeats: Annotated[int, typer.Option("--repeats")] = 5,
+        rate: Annotated[
+            float, typer.Option("--rate", help="serve: share of full-depth capacity.")
+        ] = 0.7,
+        dtype: Annotated[str, typer.Option("--dtype", help="fp32 or bf16.")] = "fp32",
+        compile_: Annotated[bool, typer.Option("--compile", help="Compile the model.")] = False,
+        seed: Annotated[int, typer.Option("--seed")] = 0,
+        smoke: Annotated[bool, typer.Option("--smoke", help="Seconds: does it run.")] = False,
+        out: Annotated[Path | None, typer.Option("--out", help="Folder to keep it in.")] = None,
+        debug: DebugOption = False,
+    ) -> None:
+        with _command(True, debug) as (_, answer):
+            from loopwise.bench.commands import COMMANDS, BenchOptions
+            from loopwise.bench.common import keep
+
+            options = BenchOptions(
+                data=tuple(data or BenchOptions().data),
+                exit=exit_,
+                depth=depth,
+                kv_policy=kv,
+                batch=batch,
+                requests=requests,
+                judged=judged,
+                repeats=repeats,
+                rate=rate,
+                dtype=dtype,
+                compile=compile_,
+                seed=seed,
+                smoke=smoke,
+            )
+            found = COMMANDS[command](checkpoint, options, Console(stderr=True))
+            if out is not None:
+                keep(found, out)
+            answer(found)
+
+
+_bench("decode", "Tokens per second with live exits against uniform depth and other batching.")
+_bench("prefill", "Time to the first token of long prompts, with live exits.")
+_bench("serve", "Latency of requests that arrive at random.")
+_bench("overhead", "The engine against the same kernels in a bare loop.")
 
 
 @contextmanager

@@ -15,7 +15,7 @@ PACKAGE = Path(loopwise.__file__).parent
 # Imports go down this list only; neighbours on one line do not import each other.
 ORDER = """
 cli
-study generate display
+study bench generate display
 settings
 server
 hub report

@@ -62,7 +62,7 @@ class RowsInPages:
         plan = self.plan
         q = self.rope.rotate(q, plan.cos, plan.sin)
         k = self.rope.rotate(k, plan.cos, plan.sin)
-        return attend_pages(
+        return torch.ops.loopwise.attend_pages(
             q,
             k,
             v,
@@ -75,10 +75,7 @@ class RowsInPages:
         )
 
 
-@torch.library.custom_op(
-    "loopwise::attend_pages", mutates_args=("key_pool", "value_pool", "scratch")
-)
-def attend_pages(
+def _attend_pages(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -127,19 +124,17 @@ def attend_pages(
     return out
 
 
-@attend_pages.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_pool: Tensor,
-    value_pool: Tensor,
-    scratch: Tensor,
-    header: Tensor,
-    index: Tensor,
-    bias: Tensor,
-) -> Tensor:
-    return torch.empty_like(q)
+# An operator of its own, so that a compiled core step calls it as a whole. Defined by hand: what
+# `torch.library.custom_op` wraps around a call costs more than the attention of a small batch.
+_LIBRARY = torch.library.Library("loopwise", "DEF")
+_LIBRARY.define(
+    "attend_pages(Tensor q, Tensor k, Tensor v, Tensor(a!) key_pool, Tensor(b!) value_pool, "
+    "Tensor(c!) scratch, Tensor header, Tensor index, Tensor bias) -> Tensor"
+)
+_LIBRARY.impl("attend_pages", _attend_pages, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "loopwise::attend_pages", lambda q, *_: torch.empty_like(q), lib=_LIBRARY
+)
 
 
 def _mix(

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -24,7 +24,7 @@ from loopwise.engine.kv_cache import CacheShape, Ints, KVCache
 from loopwise.engine.kv_policy import parse_kv_policy
 from loopwise.engine.request import Completion, FinishReason, SamplingParams, TokenOutput
 from loopwise.engine.rows import RowTable
-from loopwise.engine.runner import LiveRows, Runner
+from loopwise.engine.runner import Calls, LiveRows, Runner
 from loopwise.engine.sampler import History, LogitsError, sample
 from loopwise.engine.scheduler import Chunk, Limits, Scheduler, Sequence
 from loopwise.errors import DataError, EngineError, ExitError, LoopwiseError
@@ -55,6 +55,9 @@ class EngineConfig:
         logits_exits: serve rules that read logits, which keep a coda entry per recurrence.
         coda_batch: settled tokens that are worth a pass of coda and head.
         coda_delay: ticks one may wait for that.
+        batching: ``continuous`` starts a token as soon as another stops. For comparison,
+            ``lockstep`` lets all wait for the deepest token of each step, and ``static`` in
+            addition starts no request before all of a batch are finished.
         max_wait: ticks a request may be overtaken by smaller ones.
         end_ids: ids that end a text, beside the tokenizer's own.
         compile: compile the model's functions, once for any number of rows.
@@ -73,6 +76,7 @@ class EngineConfig:
     logits_exits: bool = True
     coda_batch: int = 1
     coda_delay: int = 0
+    batching: Literal["continuous", "lockstep", "static"] = "continuous"
     max_wait: int = 1000
     end_ids: tuple[int, ...] = ()
     compile: Literal["on", "off"] = "off"
@@ -135,6 +139,17 @@ class Choice:
     text: Detokenizer
     outputs: list[TokenOutput] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    logits: Tensor | None = None  # of the next token, once its row has been read
+
+    @property
+    def next_forced(self) -> int | None:
+        forced = self.request.forced
+        return None if forced is None else forced[len(self.outputs)]
+
+    def take_logits(self) -> Tensor:
+        logits, self.logits = self.logits, None
+        assert logits is not None, "a settled row has been read"
+        return logits
 
     def completion(self) -> Completion:
         assert self.finish_reason is not None, "a completion is of a finished choice"
@@ -167,6 +182,7 @@ class Request:
     submitted_s: float
     choices: list[Choice] = field(default_factory=list)
     depths: list[int | None] = field(default_factory=list)
+    forced: SequenceOf[int] | None = None
     ttft_s: float = 0.0
     total_s: float = 0.0
     error: LoopwiseError | None = None
@@ -210,6 +226,7 @@ class Engine:
         model: moved nowhere; frozen.
         tokenizer: of the model.
         fitted: state of fitted exit policies by name (``exits.json``).
+        calls: of another engine of the same model, to compile once for both.
     Raises:
         EngineError: settings that do not fit together or do not fit the model.
     """
@@ -220,6 +237,7 @@ class Engine:
         tokenizer: Tokenizer,
         config: EngineConfig | None = None,
         fitted: Mapping[str, Any] | None = None,
+        calls: Calls | None = None,
     ) -> None:
         config = EngineConfig() if config is None else config
         geometry = model.geometry
@@ -232,27 +250,26 @@ class Engine:
         self.model, self.tokenizer, self.config = model.eval(), tokenizer, config
         self.kv_policy = parse_kv_policy(config.kv_policy)
         limits = config.limits()
-        self.scheduler = Scheduler(limits, self.kv_policy.exact)
+        static = config.batching == "static"
+        self.scheduler = Scheduler(limits, self.kv_policy.exact, whole_batches=static)
         shape = CacheShape(
             limits.pages, limits.page_size, config.max_depth, coda_every=config.logits_exits
         )
         device = next(model.parameters()).device
         self.cache = KVCache(geometry, self.kv_policy, shape, model.dtype, device)
         seats = self.scheduler.seats
-        self._table = RowTable(
+        self.table = RowTable(
             self.cache, seats=seats, slots=limits.slots, max_seq=limits.max_seq, rope=geometry.rope
         )
         self._fitted = dict(fitted or {})
         self._policy_index: dict[str, int] = {}
-        self._runner = Runner(
-            model, self.cache, self._table, seats=seats, compile=config.compile == "on"
-        )
+        calls = Calls(model, config.compile == "on") if calls is None else calls
+        self.runner = Runner(model, self.cache, self.table, calls, seats=seats)
         self.default_rule = self._rule(config.exit)
         self.end_ids = frozenset((tokenizer.eos_id, *config.end_ids))
         self._choices: dict[Sequence, Choice] = {}
         self._live: list[Chunk] = []
         self._settled: list[tuple[int, Chunk]] = []  # since which tick
-        self._exit_logits: dict[Chunk, Tensor] = {}
         self._chunk_at: dict[int, Chunk] = {}  # by seat
         self._arrivals = 0
         self._counts = Counts(config.max_depth)
@@ -273,6 +290,7 @@ class Engine:
         *,
         exit: str | ExitRule | None = None,
         priority: int = 0,
+        forced: SequenceOf[int] | None = None,
     ) -> Request:
         """Queue a request; :meth:`step` makes it go on.
 
@@ -282,6 +300,8 @@ class Engine:
             prompt: text, which gets a begin-of-text token, or token ids as they are to be fed.
             exit: when its tokens stop; by default the engine's rule.
             priority: higher starts sooner, and is preempted later.
+            forced: tokens to go on with whatever the model says; their log-probabilities are what
+                is wanted (teacher forcing under live exits).
         Raises:
             DataError: an empty prompt.
             EngineError: a prompt that leaves no room, ids outside the vocabulary.
@@ -292,6 +312,8 @@ class Engine:
         rule = self.default_rule if exit is None else self._rule(exit)
         ids = self._prompt_ids(prompt)
         room = self.config.max_seq - len(ids) + 1  # the last token made need not be fed
+        if forced is not None:
+            params = _forcing(params, forced, room)
         request = Request(
             prompt_ids=ids,
             params=params,
@@ -300,6 +322,7 @@ class Engine:
             end_ids=params.end_ids(self.end_ids),
             submitted_s=time.perf_counter(),
             depths=[None] * len(ids),
+            forced=forced,
         )
         root = self._root(rule, params)
         leader = None
@@ -409,9 +432,12 @@ class Engine:
         self._counts.busy_s += time.perf_counter() - started
 
     def _enter(self) -> None:
+        waits = self.config.batching != "continuous"
+        if waits and (self._live or self._settled):
+            return
         chunks, placements = self.scheduler.admit()
         for p in placements:
-            self._table.place(p.slot, p.first, p.page)
+            self.table.place(p.slot, p.first, p.page)
         if not chunks:
             return
         ids: list[int] = []
@@ -419,12 +445,12 @@ class Engine:
         for chunk in chunks:
             sequence = chunk.sequence
             choice = self._choices[sequence]
-            self._table.seat(chunk.seats, sequence.slot, chunk.start, choice.request.rule)
+            self.table.seat(chunk.seats, sequence.slot, chunk.start, choice.request.rule)
             ids += sequence.tokens[chunk.start : chunk.end]
             seeds += [choice.request.params.seed] * len(chunk.seats)
             for seat in chunk.seats.tolist():
                 self._chunk_at[seat] = chunk
-        self._runner.enter([self._rows(c) for c in chunks], ids, np.array(seeds, np.int64))
+        self.runner.enter([self._rows(c) for c in chunks], ids, np.array(seeds, np.int64))
         self._counts.prelude_rows += len(ids)
         self._live += chunks
 
@@ -434,8 +460,8 @@ class Engine:
         )
 
     def _recur(self) -> None:
-        exits = self._runner.recur([self._rows(c) for c in self._live])
-        self._counts.see(self._table.r[np.concatenate([c.live for c in self._live])])
+        exits = self.runner.recur([self._rows(c) for c in self._live])
+        self._counts.see(self.table.r[np.concatenate([c.live for c in self._live])])
         for left in exits:
             if left.logits is not None:
                 self._keep_logits(left.seats, left.logits)
@@ -454,8 +480,8 @@ class Engine:
         """The reading at the exit is the output; a prompt's last token waits for the others."""
         for at, seat in enumerate(seats.tolist()):
             chunk = self._chunk_at[seat]
-            if seat == chunk.seats[-1]:
-                self._exit_logits[chunk] = logits[at]
+            if seat == chunk.seats[-1] and chunk.end == len(chunk.sequence.tokens):
+                self._choices[chunk.sequence].logits = logits[at]
 
     def _read(self) -> None:
         """Coda and head for chunks that have settled, once they are worth a pass."""
@@ -465,6 +491,8 @@ class Engine:
         rows = sum(len(c.seats) for _, c in self._settled)
         waited = self.scheduler.tick - self._settled[0][0]
         config = self.config
+        if self._live and config.batching != "continuous":
+            return
         if self._live and rows < config.coda_batch and waited < config.coda_delay:
             return
         chunks = [c for _, c in self._settled]
@@ -474,8 +502,9 @@ class Engine:
         if unread:
             wanted = [c for c in unread if c.end == len(c.sequence.tokens)]
             seats = np.array([c.seats[-1] for c in wanted], np.int64)
-            logits = self._runner.read([c.seats for c in unread], seats)
-            self._exit_logits |= dict(zip(wanted, logits, strict=True))
+            logits = self.runner.read([c.seats for c in unread], seats)
+            for chunk, row in zip(wanted, logits, strict=True):
+                self._choices[chunk.sequence].logits = row
             self._counts.coda_rows += sum(len(c.seats) for c in unread)
         for chunk in chunks:
             self._note_depths(chunk)
@@ -485,18 +514,18 @@ class Engine:
 
     def _reads_logits(self, chunk: Chunk) -> bool:
         policy = self._choices[chunk.sequence].request.rule.policy
-        return self._runner.policies[self._policy_index[policy]].reads is Reads.LOGITS
+        return self.runner.policies[self._policy_index[policy]].reads is Reads.LOGITS
 
     def _note_depths(self, chunk: Chunk) -> None:
         choice = self._choices[chunk.sequence]
         if choice.index == 0 and chunk.start < len(choice.request.depths):
-            depths = self._table.r[chunk.seats].tolist()[: len(choice.request.depths) - chunk.start]
+            depths = self.table.r[chunk.seats].tolist()[: len(choice.request.depths) - chunk.start]
             choice.request.depths[chunk.start : chunk.start + len(depths)] = depths
 
     def _sample(self, chunks: list[Chunk]) -> None:
         choices = [self._choices[c.sequence] for c in chunks]
-        depths = self._table.r[[c.seats[-1] for c in chunks]].tolist()
-        logits = torch.stack([self._exit_logits.pop(c) for c in chunks])
+        depths = self.table.r[[c.seats[-1] for c in chunks]].tolist()
+        logits = torch.stack([c.take_logits() for c in choices])
         while choices:
             try:
                 found = sample(
@@ -505,6 +534,7 @@ class Engine:
                     [c.request.params.choice_seed(c.index) for c in choices],
                     [len(c.sequence.tokens) for c in choices],
                     [_history(c) for c in choices],
+                    [c.next_forced for c in choices],
                 )
             except LogitsError as err:  # those rows end with it, the others are sound
                 for row in err.rows:
@@ -602,7 +632,7 @@ class Engine:
                     f"exit rule {policy.name!r} reads logits; this engine was made with "
                     "engine.logits_exits=false"
                 )
-            self._policy_index[rule.policy] = self._runner.add_policy(policy)
+            self._policy_index[rule.policy] = self.runner.add_policy(policy)
         return rule
 
     def _root(self, rule: ExitRule, params: SamplingParams) -> int:
@@ -639,6 +669,13 @@ class Engine:
 
 
 _SCHEDULER_COUNTS = ("admitted", "overtaken", "preempted", "reused_tokens", "longest_wait")
+
+
+def _forcing(params: SamplingParams, forced: SequenceOf[int], room: int) -> SamplingParams:
+    """Parameters under which just the forced tokens are made."""
+    if not forced or len(forced) > room:
+        raise EngineError(f"{len(forced)} forced tokens; this prompt leaves room for 1 to {room}")
+    return replace(params, max_tokens=len(forced), ignore_eos=True, stop=(), stop_ids=(), n=1)
 
 
 def _history(choice: Choice) -> History | None:

@@ -50,8 +50,8 @@ class Runner:
 
     Args:
         model: frozen.
+        calls: the model's functions.
         seats: rows that can be live at once.
-        compile: compile the core step once, for any number of rows.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class Runner:
         model: LoopedLM,
         cache: KVCache,
         table: RowTable,
+        calls: Calls,
         *,
         seats: int,
-        compile: bool,
     ) -> None:
         self.model, self.cache, self.table = model, cache, table
         self.device = cache.keys[0].device
@@ -74,7 +74,7 @@ class Runner:
         self._memory: list[Tensor] = []
         self._scratch = torch.empty(2, 0, dtype=model.dtype, device=self.device)
         self._entry = model.geometry.n_kv_heads * model.geometry.head_dim
-        self._calls = Calls(model, compile)
+        self.calls = calls
 
     def add_policy(self, policy: ExitPolicy) -> int:
         """The index by which rows name it."""
@@ -99,7 +99,7 @@ class Runner:
         back = place[batch.seats]
         ids = torch.from_numpy(np.array(token_ids)[back]).to(self.device)
         view = self._view(batch, self.cache.prelude)
-        injection = self._calls.prelude(ids, *view)
+        injection = self.calls.prelude(ids, *view)
         positions = torch.from_numpy(self.table.position[batch.seats])
         row = row_seeds(positions, torch.from_numpy(seeds[back])).to(self.device)
         seats = self._seats(batch.seats)
@@ -112,15 +112,7 @@ class Runner:
     @torch.no_grad()
     def recur(self, chunks: list[LiveRows]) -> list[Exits]:
         """One recurrence of all live rows, and which of them stop after it."""
-        batch = Batch.of([c.seats for c in chunks])
-        self.table.advance(batch.seats)
-        seats = self._seats(batch.seats)
-        r = torch.from_numpy(self.table.r[batch.seats]).to(self.device)
-        before = self._latent.index_select(0, seats)
-        injection = self._injection.index_select(0, seats)
-        after = self._calls.core(before, injection, r, *self._view(batch, self.cache.core))
-        self._previous.index_copy_(0, seats, before)
-        self._latent.index_copy_(0, seats, after)
+        self.advance(chunks)
         asked = {c.policy for c in chunks}
         return [
             exits
@@ -128,6 +120,19 @@ class Runner:
             if (exits := self._judge(policy, [c.seats for c in chunks if c.policy == policy]))
             is not None
         ]
+
+    @torch.no_grad()
+    def advance(self, chunks: list[LiveRows]) -> None:
+        """One recurrence of all live rows."""
+        batch = Batch.of([c.seats for c in chunks])
+        self.table.advance(batch.seats)
+        seats = self._seats(batch.seats)
+        r = torch.from_numpy(self.table.r[batch.seats]).to(self.device)
+        before = self._latent.index_select(0, seats)
+        injection = self._injection.index_select(0, seats)
+        after = self.calls.core(before, injection, r, *self._view(batch, self.cache.core))
+        self._previous.index_copy_(0, seats, before)
+        self._latent.index_copy_(0, seats, after)
 
     def _judge(self, index: int, chunks: list[Ints]) -> Exits | None:
         """Score the rows under one policy; None where all go on."""
@@ -180,7 +185,7 @@ class Runner:
     def _hidden(self, batch: Batch, stage: Stage) -> Tensor:
         latent = self._latent.index_select(0, self._seats(batch.seats))
         r = torch.from_numpy(self.table.r[batch.seats]).to(self.device)
-        return self._calls.hidden(latent, r, *self._view(batch, stage))
+        return self.calls.hidden(latent, r, *self._view(batch, stage))
 
     def _seats(self, seats: Ints) -> Tensor:
         return torch.from_numpy(seats).to(self.device)
@@ -195,7 +200,11 @@ class Runner:
 
 
 class Calls:
-    """The model's functions over rows in pages, compiled or not."""
+    """The model's functions over rows in pages.
+
+    Args:
+        compile: compile each, once for any number of rows.
+    """
 
     def __init__(self, model: LoopedLM, compile: bool) -> None:
         rope = model.geometry.rope

@@ -33,6 +33,8 @@ from loopwise.models.layers import seeded_uniform
 _STREAM = -0x5DEECE66D1CE4E5B
 # Most nuclei are smaller: so many best tokens are looked at before a row is sorted whole.
 _NUCLEUS_GUESS = 128
+# On a CPU so many logits are worked on at once: in float64 half a MiB, which a cache holds.
+_CPU_LOGITS = 1 << 16
 # Read without a loop in Python: every tick asks every row.
 _is_plain_greedy, _alternatives_asked = attrgetter("is_plain_greedy"), attrgetter("logprobs")
 
@@ -77,6 +79,7 @@ def sample(
     seeds: Sequence[int],
     positions: Sequence[int],
     histories: Sequence[History | None] | None = None,
+    forced: Sequence[int | None] | None = None,
 ) -> Sampled:
     """Choose one token per row.
 
@@ -86,6 +89,8 @@ def sample(
         seeds: of each row's choice, 64-bit; see `SamplingParams.choice_seed`.
         positions: of the token to be chosen in its sequence, from 0 at the prompt's first.
         histories: of each row; None where it has no penalties.
+        forced: of each row, the token to take whatever the logits say (teacher forcing); None
+            where the row chooses.
     Raises:
         ShapeError: the arguments disagree on the number of rows.
         ConfigError: a row with penalties but no history.
@@ -107,13 +112,18 @@ def sample(
         raise _broken(raw, logprobs)
     if not all(map(_is_plain_greedy, params)):
         at = [i for i, p in enumerate(params) if not p.is_plain_greedy]
-        token_ids[at] = _choose(
-            raw[at],
-            [params[i] for i in at],
-            [seeds[i] for i in at],
-            [positions[i] for i in at],
-            [histories[i] if histories is not None else None for i in at],
-        )
+        u = uniforms([seeds[i] for i in at], [positions[i] for i in at]).to(raw.device)
+        few = max(1, _CPU_LOGITS // raw.shape[-1])
+        size = few if raw.device.type == "cpu" else len(at)
+        for first in range(0, len(at), size):
+            some = at[first : first + size]
+            known = [histories[i] if histories is not None else None for i in some]
+            chosen = _choose(raw[some], [params[i] for i in some], u[first : first + size], known)
+            token_ids[some] = chosen
+        logprobs = log_p.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
+    if forced is not None and any(token is not None for token in forced):
+        at = [i for i, token in enumerate(forced) if token is not None]
+        token_ids[at] = torch.tensor([forced[i] for i in at], device=token_ids.device)
         logprobs = log_p.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
     top: dict[int, TopLogprobs] = {}
     if any(map(_alternatives_asked, params)):
@@ -134,13 +144,9 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
 
 
 def _choose(
-    raw: Tensor,
-    params: Sequence[SamplingParams],
-    seeds: Sequence[int],
-    positions: Sequence[int],
-    histories: Sequence[History | None],
+    raw: Tensor, params: Sequence[SamplingParams], u: Tensor, histories: Sequence[History | None]
 ) -> Tensor:
-    """Token ids of rows that are more than an argmax, ``(rows,)`` int64."""
+    """Token ids of rows that are more than an argmax, ``(rows,)`` int64; ``u (rows,)`` float64."""
     x = raw.double()
     for row, p, history in zip(x, params, histories, strict=True):
         if p.changes_logits:
@@ -148,8 +154,7 @@ def _choose(
     token_ids = x.argmax(dim=-1)
     hot = [i for i, p in enumerate(params) if p.temperature > 0]
     if hot:
-        u = uniforms([seeds[i] for i in hot], [positions[i] for i in hot])
-        token_ids[hot] = _draw(_distribution(x[hot], [params[i] for i in hot]), u.to(x.device))
+        token_ids[hot] = _draw(_distribution(x[hot], [params[i] for i in hot]), u[hot])
     return token_ids
 
 
@@ -185,7 +190,8 @@ def _distribution(x: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         return torch.tensor(values, dtype=x.dtype, device=x.device).unsqueeze(-1)
 
     # The best becomes 0 before the division, so no temperature overflows upwards.
-    z = (x - x.amax(dim=-1, keepdim=True)) / column([p.temperature for p in params])
+    z = x - x.amax(dim=-1, keepdim=True)
+    z /= column([p.temperature for p in params])
     if any(p.min_p for p in params):
         least = column([p.min_p for p in params]).log()  # -inf where off
         z.masked_fill_(z < least, -torch.inf)

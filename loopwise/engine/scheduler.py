@@ -5,9 +5,10 @@ then single tokens as they are made. All rows of a chunk enter together and the 
 when the last of them has settled, so that a token never meets an unfinished one before it.
 
 Fairness: requests start in the order of (priority, arrival). One that does not fit lets smaller
-ones pass, but only for ``max_wait`` ticks; from then on nobody who ranks behind it starts before
-it, and priorities no longer count against it. When pages run out, the youngest request gives its
-own back and is computed again later; the oldest always goes on.
+ones pass, but only for ``max_wait`` ticks of all its waits together, for a slot or for seats; from
+then on nobody who ranks behind it starts before it, and priorities no longer count against it. When
+pages run out, the last in that order gives its own back and is computed again later; the first
+always goes on.
 """
 
 from __future__ import annotations
@@ -91,17 +92,13 @@ class Sequence:
     identity: int = 0
     chunk: Chunk | None = None
     waiting_since: int = 0
+    waited: int = 0  # ticks, without the wait that goes on
     reused: int = 0  # tokens found in the prefix cache
     preempted: int = 0  # times
     ended: bool = False
 
     def __post_init__(self) -> None:
         self.n_prompt = len(self.tokens)
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        """Smaller goes first."""
-        return -self.priority, self.number
 
 
 @dataclass(slots=True, eq=False)
@@ -139,10 +136,11 @@ class Scheduler:
     Args:
         exact: what a token reads does not depend on the chunk it came in, so that chunks may start
             anywhere and made tokens can be computed again in chunks.
+        whole_batches: start requests only when none is running.
     """
 
-    def __init__(self, limits: Limits, exact: bool) -> None:
-        self.limits, self.exact = limits, exact
+    def __init__(self, limits: Limits, exact: bool, whole_batches: bool = False) -> None:
+        self.limits, self.exact, self.whole_batches = limits, exact, whole_batches
         self.pool = PagePool(limits.pages)
         self.tick = 0
         self.counts: Counter[str] = Counter()
@@ -152,6 +150,7 @@ class Scheduler:
         self._slots = list(range(limits.slots - 1, -1, -1))
         self._seats = list(range(limits.slots, limits.slots + limits.prefill_rows))[::-1]
         self._placed: list[Placement] = []
+        self._seats_kept = False  # in this tick, for one that has waited too long for them
 
     @property
     def seats(self) -> int:
@@ -171,19 +170,24 @@ class Scheduler:
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence of at most ``max_seq`` tokens."""
-        sequence.waiting_since = self.tick
+        sequence.waiting_since = self.tick + 1
         self._waiting.append(sequence)
 
     def admit(self) -> tuple[list[Chunk], list[Placement]]:
         """Start what can start in this tick: its chunks, and where their tokens lie."""
         self.tick += 1
         self._placed = []
+        self._seats_kept = False
         chunks = []
-        for sequence in sorted(self._running, key=lambda s: s.rank):
+        for sequence in sorted(self._running, key=self._order):
             if sequence.chunk is None and sequence.slot >= 0:
                 chunks += self._start(sequence)
-        for sequence in self._candidates():
-            chunks += self._start(sequence)
+        if not (self.whole_batches and self._running):
+            for sequence in self._candidates():
+                chunks += self._start(sequence)
+        for sequence in self._running:
+            if sequence.chunk is None:  # no seats
+                sequence.waited += 1
         return [c for c in chunks if not c.dropped], self._placed
 
     def finish(self, chunk: Chunk) -> None:
@@ -217,12 +221,9 @@ class Scheduler:
 
     def _candidates(self) -> Iterator[Sequence]:
         """Waiting sequences that get a slot now, seated."""
-
-        def rank(s: Sequence) -> tuple[bool, int, int]:
-            late = self._overdue(s)
-            return (not late, *((0, s.number) if late else s.rank))
-
-        for sequence in sorted(self._waiting, key=rank):
+        if not self._slots:  # a long queue is not sorted in vain
+            return
+        for sequence in sorted(self._waiting, key=self._order):
             if not self._slots:
                 return
             if not _ready(sequence):
@@ -238,7 +239,13 @@ class Scheduler:
             yield sequence
 
     def _overdue(self, sequence: Sequence) -> bool:
-        return self.tick - sequence.waiting_since > self.limits.max_wait
+        now = self.tick - sequence.waiting_since if sequence.slot < 0 else 0
+        return sequence.waited + now > self.limits.max_wait
+
+    def _order(self, sequence: Sequence) -> tuple[bool, int, int]:
+        """Smaller goes first."""
+        late = self._overdue(sequence)
+        return not late, 0 if late else -sequence.priority, sequence.number
 
     def _shared(self, sequence: Sequence) -> Iterator[tuple[int, int]]:
         """Pages of its beginning that are there already; at least one token is left to compute."""
@@ -253,6 +260,7 @@ class Scheduler:
         yield from found
 
     def _seat(self, sequence: Sequence, found: list[tuple[int, int]]) -> None:
+        sequence.waited += self.tick - sequence.waiting_since
         sequence.slot = self._slots.pop()
         sequence.identity = sequence.root
         for page, identity in found:
@@ -261,13 +269,13 @@ class Scheduler:
             sequence.identity = identity
         sequence.learned = len(found)
         sequence.done = len(found) * self.limits.page_size
-        sequence.reused += sequence.done
+        if not sequence.preempted:  # later it finds what it has computed itself
+            sequence.reused = sequence.done
         self._waiting.remove(sequence)
         self._running.append(sequence)
-        waited = self.tick - sequence.waiting_since
         self.counts["admitted"] += 1
         self.counts["reused_tokens"] += sequence.done
-        self.counts["longest_wait"] = max(self.counts["longest_wait"], waited)
+        self.counts["longest_wait"] = max(self.counts["longest_wait"], sequence.waited)
 
     def _start(self, sequence: Sequence) -> list[Chunk]:
         """The next chunk of a running sequence; nothing where it must wait or was preempted."""
@@ -275,7 +283,8 @@ class Scheduler:
             return []
         end = self._end_of_chunk(sequence)
         rows = end - sequence.done
-        if rows > 1 and rows > len(self._seats):
+        if rows > 1 and (self._seats_kept or rows > len(self._seats)):
+            self._seats_kept = self._seats_kept or self._overdue(sequence)
             return []
         if not self._cover(sequence, end):
             return []
@@ -296,12 +305,12 @@ class Scheduler:
         return min((sequence.done // size + 1) * size, sequence.n_prompt)
 
     def _cover(self, sequence: Sequence, tokens: int) -> bool:
-        """Pages for the first ``tokens`` tokens; younger sequences give theirs where needed."""
+        """Pages for the first ``tokens`` tokens; sequences behind it give theirs where needed."""
         needed = self.limits.pages_for(tokens) - len(sequence.pages)
         while needed > self.pool.free:
-            youngest = max(self._running, key=lambda s: s.rank)
-            self._preempt(youngest, needed - self.pool.free)
-            if youngest is sequence:
+            last = max(self._running, key=self._order)
+            self._preempt(last, needed - self.pool.free)
+            if last is sequence:
                 return False
         for _ in range(needed):
             self._place(sequence, self.pool.take())
@@ -316,7 +325,7 @@ class Scheduler:
         self.counts["preempted"] += 1
         self.log.append(
             f"tick {self.tick}: request {sequence.number} gives back {len(sequence.pages)} pages "
-            f"({short} short; it is the youngest) and will be computed again"
+            f"({short} short; it is the last in order) and will be computed again"
         )
         self._leave(sequence)
         sequence.preempted += 1

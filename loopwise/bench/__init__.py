@@ -1,0 +1,1 @@
+"""Side-by-side measurements: speed with the quality it cost, baselines in the same run."""

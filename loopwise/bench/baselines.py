@@ -1,0 +1,103 @@
+"""Other ways to decode the same weights, to be timed beside the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from loopwise.bench.workload import Job
+from loopwise.engine.engine import Engine
+from loopwise.engine.runner import LiveRows
+from loopwise.models.base import LoopedLM, Rope
+
+
+class GrowingView:
+    """Keys and values of a padded batch, grown by concatenation, as `transformers` caches do.
+
+    Args:
+        positions: ``(batch, seq)`` of the new tokens; padding has negative ones.
+    """
+
+    def __init__(self, rope: Rope, positions: Tensor, dtype: torch.dtype) -> None:
+        self._rope, self._dtype = rope, dtype
+        self._past: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._seen = positions[:, :0]
+        self.extend(positions)
+
+    def extend(self, positions: Tensor) -> None:
+        """The next calls bring tokens at these positions."""
+        self._cos, self._sin = self._rope.tables(positions.clamp_min(0), self._dtype)
+        self._seen = torch.cat((self._seen, positions), dim=1)
+        visible = self._seen[:, None] <= positions[..., None]
+        visible &= (self._seen >= 0)[:, None] | (self._seen[:, None] == positions[..., None])
+        low = torch.finfo(self._dtype).min / 2
+        self._mask = torch.zeros(visible.shape, dtype=self._dtype).masked_fill(~visible, low)
+
+    def attend(self, layer: int, r: int | Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q = self._rope.rotate(q, self._cos, self._sin)
+        k = self._rope.rotate(k, self._cos, self._sin)
+        if (layer, int(r)) in self._past:
+            before_k, before_v = self._past[layer, int(r)]
+            k, v = torch.cat((before_k, k), dim=1), torch.cat((before_v, v), dim=1)
+        self._past[layer, int(r)] = k, v
+        groups = q.shape[2] // k.shape[2]
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask[:, None])
+        return mixed.transpose(1, 2)
+
+
+@torch.no_grad()
+def generate_padded(model: LoopedLM, jobs: Sequence[Job], depth: int, pad: int) -> list[list[int]]:
+    """Greedy decoding as a `transformers` loop does it: left-padded, up to the longest end."""
+    width = max(len(job.prompt) for job in jobs)
+    ids = torch.tensor([[pad] * (width - len(j.prompt)) + list(j.prompt) for j in jobs])
+    starts = torch.tensor([[width - len(j.prompt)] for j in jobs])
+    positions = torch.arange(width)[None] - starts
+    view = GrowingView(model.geometry.rope, positions, model.dtype)
+    made: list[Tensor] = []
+    for step in range(max(job.new_tokens for job in jobs)):
+        if step:
+            view.extend(positions)
+        injection = model.prelude(ids, view)
+        latent = model.initial_latent(injection)
+        for r in range(1, depth + 1):
+            latent = model.core_step(latent, injection, r, view)
+        # The whole block goes through the coda, whose entries later tokens read; the head does not.
+        ids = model.head(model.hidden(latent, depth, view)[:, -1:]).argmax(dim=-1)
+        made.append(ids)
+        positions = positions[:, -1:] + 1
+    rows = torch.cat(made, dim=1).tolist()
+    return [row[: job.new_tokens] for row, job in zip(rows, jobs, strict=True)]
+
+
+@torch.no_grad()
+def generate_in_step(engine: Engine, jobs: Sequence[Job], depth: int) -> list[list[int]]:
+    """Greedy decoding of equally long jobs in step: the engine's kernels without its scheduler."""
+    runner, table, cache = engine.runner, engine.table, engine.cache
+    n, prompt, new = len(jobs), len(jobs[0].prompt), jobs[0].new_tokens
+    size = cache.shape.page_size
+    per_slot = -(-(prompt + new) // size)
+    for slot in range(n):
+        for i in range(per_slot):
+            table.place(slot, i * size, slot * per_slot + i + 1)
+        table.seat(np.array([slot]), slot, 0, engine.default_rule)
+    seats, seeds = np.arange(n), np.zeros(n, np.int64)
+    made: list[list[int]] = [[] for _ in jobs]
+    rows = [LiveRows(seats[i : i + 1], 0) for i in range(n)]
+    singles = [row.seats for row in rows]
+    for at in range(prompt + new - 1):
+        table.position[:n], table.r[:n] = at, 0
+        ids = [job.prompt[at] if at < prompt else made[i][-1] for i, job in enumerate(jobs)]
+        runner.enter(rows, ids, seeds)
+        for _ in range(depth):
+            runner.advance(rows)
+        logits = runner.read(singles, seats if at >= prompt - 1 else seats[:0])
+        if at >= prompt - 1:
+            for row, token_id in zip(made, logits.argmax(dim=-1).tolist(), strict=True):
+                row.append(token_id)
+    return made

@@ -1,0 +1,400 @@
+"""``loopwise bench decode | prefill | serve``: the engine beside its alternatives, in one run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from loopwise.bench.baselines import generate_in_step, generate_padded
+from loopwise.bench.common import ratios, record, spread, table
+from loopwise.bench.drive import Pass, drive, figures
+from loopwise.bench.quality import Quality, judge
+from loopwise.bench.workload import Job, Lengths, make_jobs
+from loopwise.data import ReadOptions, ReadReport, read_documents
+from loopwise.engine.engine import Engine, EngineConfig
+from loopwise.engine.reference import ReferenceDecoder
+from loopwise.errors import ConfigError
+from loopwise.exits.rule import build_policy, parse_rule
+from loopwise.models.checkpoint import Checkpoint, load_checkpoint
+from loopwise.models.costs import flops_per_token
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchOptions:
+    """What is measured, on how much.
+
+    Attributes:
+        data: text the prompts are cut from.
+        exit: rule under test.
+        depth: full depth, the most any token may run; None: the training mean.
+        batch: requests in flight.
+        requests: of one pass.
+        judged: requests whose continuations are scored.
+        rate: of full-depth capacity at which requests arrive (`serve`).
+        smoke: seconds, to see that it runs.
+    """
+
+    data: tuple[str, ...] = ("builtin:stories:1000",)
+    exit: str = "latent-change:0.1"
+    depth: int | None = None
+    kv_policy: str = "per-loop"
+    batch: int = 32
+    requests: int = 64
+    judged: int = 64
+    repeats: int = 5
+    rate: float = 0.7
+    dtype: str = "fp32"
+    compile: bool = False
+    seed: int = 0
+    smoke: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "requests", "judged", "repeats"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name} {getattr(self, name)} must be at least 1")
+        if not self.rate > 0:
+            raise ConfigError(f"--rate {self.rate} must be above 0")
+        if self.dtype not in ("fp32", "bf16"):
+            raise ConfigError(f"--dtype {self.dtype!r} must be fp32 or bf16")
+
+
+class Bench:
+    """Engines of one checkpoint under different settings, on one workload."""
+
+    def __init__(self, path: Path, options: BenchOptions, lengths: Lengths, console: Console):
+        if options.smoke:
+            lengths = Lengths((8, 16), (4, 8))
+            options = replace(options, batch=min(options.batch, 4), requests=4, judged=4, repeats=2)
+        self.options, self.lengths, self.console = options, lengths, console
+        dtype = torch.float32 if options.dtype == "fp32" else torch.bfloat16
+        self.checkpoint: Checkpoint = load_checkpoint(path, dtype)
+        mean = self.checkpoint.trained_mean_depth
+        self.depth = options.depth or round(mean or 1)
+        rule = parse_rule(options.exit, self.depth)
+        self.rule = replace(rule, max_depth=min(rule.max_depth, self.depth))
+        documents = read_documents(options.data, ReadOptions(), ReadReport())
+        tokenizer = self.checkpoint.tokenizer
+        n = max(options.requests, options.judged)
+        jobs = make_jobs(documents, tokenizer, lengths, n, options.seed)
+        self.jobs, self.judged = jobs[: options.requests], jobs[: options.judged]
+        longest = lengths.prompt[1] + lengths.output[1]
+        self.config = EngineConfig(
+            exit=str(self.rule),
+            max_depth=self.depth,
+            kv_policy=options.kv_policy,
+            slots=options.batch,
+            max_seq=longest,
+            prefix_cache=False,
+            compile="on" if options.compile else "off",
+        )
+        self.first = Engine.from_checkpoint(self.checkpoint, self.config)
+
+    def engine(self, **changes: Any) -> Engine:
+        """Another engine of the same weights; compiled functions are shared."""
+        return Engine(
+            self.checkpoint.model,
+            self.checkpoint.tokenizer,
+            replace(self.config, **changes),
+            self.checkpoint.fitted_policies(),
+            self.first.runner.calls,
+        )
+
+    def say(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def quality(self) -> Quality:
+        return judge(self.first, self.judged, str(self.rule), self.say)
+
+    def timed(self, passes: dict[str, Callable[[], Pass]]) -> dict[str, list[Pass]]:
+        """Each in turn, after one warm-up each: A B A B ..."""
+        out: dict[str, list[Pass]] = {name: [] for name in passes}
+        for repeat in range(self.options.repeats + 1):
+            for name, run in passes.items():
+                found = run()
+                if repeat:  # the first warms up
+                    out[name].append(found)
+                    self.say(f"{repeat}/{self.options.repeats} {name}: {found.seconds:.2f} s")
+        return out
+
+    def settings(self) -> dict[str, Any]:
+        """What a figure depends on."""
+        g = self.checkpoint.model.geometry
+        return {
+            "checkpoint": self.checkpoint.weights_hash[:12],
+            "geometry": f"{g.n_prelude_layers}/{g.n_core_layers}/{g.n_coda_layers} layers, "
+            f"d_model {g.d_model}, vocabulary {g.vocab_size}",
+            "rule": str(self.rule),
+            "full_depth": self.depth,
+            "kv_policy": self.config.kv_policy,
+            "kv_bytes_per_token": self.first.cache.bytes_per_token,
+            "batch": self.options.batch,
+            "requests": len(self.jobs),
+            "workload": str(self.lengths),
+            "repeats": self.options.repeats,
+            "dtype": self.options.dtype,
+            "compiled": self.options.compile,
+            "data": list(self.options.data),
+        }
+
+
+def bench_decode(path: Path, options: BenchOptions, console: Console) -> dict[str, Any]:
+    """Tokens per second with live exits against uniform depth, lockstep and static batches."""
+    bench = Bench(path, options, Lengths((16, 48), (32, 96)), console)
+    quality = bench.quality()
+    below, above = _whole_depths(quality.uniform_depth, bench.depth)
+    engines = {
+        "live exits": bench.first,
+        f"uniform {bench.depth}": bench.engine(exit=f"fixed:{bench.depth}"),
+        f"uniform {below}": bench.engine(exit=f"fixed:{below}"),
+        f"uniform {above}": bench.engine(exit=f"fixed:{above}"),
+        "lockstep exits": bench.engine(batching="lockstep"),
+        f"static {bench.depth}": bench.engine(exit=f"fixed:{bench.depth}", batching="static"),
+    }
+    found = bench.timed({name: partial(drive, e, bench.jobs) for name, e in engines.items()})
+    found["padded loop"] = _padded(bench)
+    rows = [figures(name, each) for name, each in found.items()]
+    rows.append(_reference(bench))
+    live, full = found["live exits"], found[f"uniform {bench.depth}"]
+    seconds = {name: [p.seconds for p in each] for name, each in found.items()}
+    part = quality.uniform_depth - below
+    equal = [
+        (1 - part) * a + part * b
+        for a, b in zip(seconds[f"uniform {below}"], seconds[f"uniform {above}"], strict=True)
+    ]
+    context = sum(bench.lengths.prompt) // 2 + sum(bench.lengths.output) // 4
+    costs = flops_per_token(bench.checkpoint.model, context)
+    mean_depth = float(np.mean([p.mean_depth for p in live]))
+    cap = costs.cap(bench.depth, mean_depth)
+    speedup = ratios(seconds[f"uniform {bench.depth}"], seconds["live exits"])
+    delta = quality.delta
+    pairs = zip(live, full, strict=True)
+    table("decode", _shown(rows), bench.console)
+    result = {
+        **bench.settings(),
+        "speedup_vs_uniform": speedup["median"],
+        "speedup_vs_uniform_range": [speedup["low"], speedup["high"]],
+        "cap": cap,
+        "percent_of_cap": 100 * speedup["median"] / cap,
+        "speedup_vs_equal_quality": ratios(equal, seconds["live exits"])["median"],
+        "speedup_vs_lockstep": ratios(seconds["lockstep exits"], seconds["live exits"])["median"],
+        "uniform_vs_padded_loop": ratios(seconds["padded loop"], seconds[f"uniform {bench.depth}"])[
+            "median"
+        ],
+        "nll_delta_nats": delta["mean"],
+        "nll_delta_ci": [delta["low"], delta["high"]],
+        "nll_by_uniform_depth": quality.curve.tolist(),
+        "mean_depth": mean_depth,
+        "uniform_depth": quality.uniform_depth,
+        "allocation_gain": quality.uniform_depth / float(np.mean(quality.exits.depth)),
+        "ttft_ratio": float(
+            np.median([np.median(a.ttft_s) / np.median(b.ttft_s) for a, b in pairs])
+        ),
+        "rows": rows,
+        "occupancy": list(bench.first.occupancy())[-256:],
+    }
+    _summary(bench, result)
+    return record("decode", result)
+
+
+def bench_prefill(path: Path, options: BenchOptions, console: Console) -> dict[str, Any]:
+    """Time to the first token of long prompts, whose tokens leave the core as they settle."""
+    bench = Bench(path, options, Lengths((512, 512), (16, 16)), console)
+    quality = bench.quality()
+    jobs = [replace(job, new_tokens=1) for job in bench.jobs[: max(4, options.requests // 8)]]
+    full = bench.engine(exit=f"fixed:{bench.depth}", slots=1)
+    live = bench.engine(slots=1)
+    found = bench.timed(
+        {
+            "live exits": lambda: drive(live, jobs, _one_by_one(jobs)),
+            f"uniform {bench.depth}": lambda: drive(full, jobs, _one_by_one(jobs)),
+        }
+    )
+    rows = [figures(name, each) for name, each in found.items()]
+    table("prefill", _shown(rows), bench.console)
+    mean = [
+        [float(p.seconds / len(jobs)) for p in each] for each in found.values()
+    ]  # one request at a time: seconds per request is the time to its first token
+    ratio = ratios(mean[0], mean[1])
+    delta = quality.delta
+    result = {
+        **bench.settings(),
+        "batch": 1,
+        "ttft_ratio": ratio["median"],
+        "ttft_ratio_range": [ratio["low"], ratio["high"]],
+        "ttft_s": spread(mean[0]),
+        "uniform_ttft_s": spread(mean[1]),
+        "mean_depth": float(np.mean([p.mean_depth for p in found["live exits"]])),
+        "uniform_depth": quality.uniform_depth,
+        "nll_delta_nats": delta["mean"],
+        "nll_delta_ci": [delta["low"], delta["high"]],
+        "rows": rows,
+    }
+    bench.say(
+        f"time to first token {result['ttft_ratio']:.3f} of uniform {bench.depth}; "
+        f"NLL {delta['mean']:+.4f} ({delta['low']:+.4f} to {delta['high']:+.4f}) nats"
+    )
+    return record("prefill", result)
+
+
+def bench_serve(path: Path, options: BenchOptions, console: Console) -> dict[str, Any]:
+    """Requests that arrive at random: latency with live exits against uniform depth."""
+    bench = Bench(path, options, Lengths((16, 48), (32, 96)), console)
+    full = bench.engine(exit=f"fixed:{bench.depth}")
+    warm = drive(full, bench.jobs)
+    per_s = options.rate * len(bench.jobs) / warm.seconds
+    rng = np.random.default_rng(options.seed)
+    arrivals = np.cumsum(rng.exponential(1 / per_s, len(bench.jobs))).tolist()
+    found = bench.timed(
+        {
+            "live exits": lambda: drive(bench.first, bench.jobs, arrivals),
+            f"uniform {bench.depth}": lambda: drive(full, bench.jobs, arrivals),
+        }
+    )
+    quality = bench.quality()
+    rows = [figures(name, each) for name, each in found.items()]
+    table("serve", _shown(rows), bench.console)
+    live, uniform = found["live exits"], found[f"uniform {bench.depth}"]
+
+    def ratio(share: float) -> float:
+        pairs = zip(live, uniform, strict=True)
+        return float(
+            np.median(
+                [np.quantile(a.ttft_s, share) / np.quantile(b.ttft_s, share) for a, b in pairs]
+            )
+        )
+
+    result = {
+        **bench.settings(),
+        "arrivals_per_s": per_s,
+        "ttft_ratio": ratio(0.5),
+        "ttft_p99_ratio": ratio(0.99),
+        "gap_p99_ratio": rows[0]["gap_p99_s"] / rows[1]["gap_p99_s"],
+        "mean_depth": rows[0]["mean_depth"],
+        "uniform_depth": quality.uniform_depth,
+        "nll_delta_nats": quality.delta["mean"],
+        "nll_delta_ci": [quality.delta["low"], quality.delta["high"]],
+        "rows": rows,
+    }
+    return record("serve", result)
+
+
+def bench_overhead(path: Path, options: BenchOptions, console: Console) -> dict[str, Any]:
+    """The engine at full depth against the same kernels in a bare loop, on equal jobs."""
+    bench = Bench(path, options, Lengths((1, 1), (64, 64)), console)
+    jobs = bench.jobs[: bench.options.batch]
+    engine = bench.engine(exit=f"fixed:{bench.depth}")
+    bare = bench.engine(exit=f"fixed:{bench.depth}")
+    seconds: dict[str, list[float]] = {"engine": [], "bare loop": []}
+    for repeat in range(bench.options.repeats + 1):
+        start = time.perf_counter()
+        drive(engine, jobs)
+        middle = time.perf_counter()
+        generate_in_step(bare, jobs, bench.depth)
+        if repeat:
+            seconds["engine"].append(middle - start)
+            seconds["bare loop"].append(time.perf_counter() - middle)
+    ratio = ratios(seconds["engine"], seconds["bare loop"])
+    bench.say(f"engine / bare loop: {ratio['median']:.3f} ({ratio['low']:.3f}-{ratio['high']:.3f})")
+    return record("overhead", {**bench.settings(), "engine_vs_bare_loop": ratio})
+
+
+COMMANDS: dict[str, Callable[[Path, BenchOptions, Console], dict[str, Any]]] = {
+    "decode": bench_decode,
+    "prefill": bench_prefill,
+    "serve": bench_serve,
+    "overhead": bench_overhead,
+}
+
+
+def _whole_depths(depth: float, most: int) -> tuple[int, int]:
+    below = min(int(depth), max(1, most - 1))
+    return below, min(below + 1, most)
+
+
+def _one_by_one(jobs: Sequence[Job]) -> list[float]:
+    return [0.0] * len(jobs)  # one slot: each starts when the one before has its token
+
+
+def _padded(bench: Bench) -> list[Pass]:
+    """The `transformers`-style loop, batch after batch."""
+    pad, size = bench.checkpoint.tokenizer.bos_id, bench.options.batch
+    model = bench.checkpoint.model
+    out = []
+    for _ in range(bench.options.repeats):
+        start = time.perf_counter()
+        for at in range(0, len(bench.jobs), size):
+            generate_padded(model, bench.jobs[at : at + size], bench.depth, pad)
+        seconds = time.perf_counter() - start
+        made = sum(job.new_tokens for job in bench.jobs)
+        fed = made + sum(len(job.prompt) - 1 for job in bench.jobs)
+        out.append(
+            Pass(
+                seconds=seconds,
+                new_tokens=made,
+                fed=fed,
+                row_steps=fed * bench.depth,
+                depths=np.full(made, bench.depth),
+                ttft_s=np.array([np.nan]),
+                gaps_s=np.array([]),
+            )
+        )
+    bench.say(f"padded loop: {out[-1].seconds:.2f} s")
+    return out
+
+
+def _reference(bench: Bench) -> dict[str, Any]:
+    """One request, one row at a time, for a few tokens."""
+    rule = bench.rule
+    policy = build_policy(rule, bench.checkpoint.fitted_policies())
+    job = bench.jobs[0]
+    decoder = ReferenceDecoder(bench.checkpoint.model, rule, policy)
+    start = time.perf_counter()
+    steps = list(decoder.generate(job.prompt, job.new_tokens))
+    seconds = time.perf_counter() - start
+    depths = np.array([s.exit_depth for s in steps])
+    rate = len(steps) / seconds  # prompt tokens cost it as much as new ones
+    return {
+        **dict.fromkeys(("ttft_s", "gap_p50_s", "gap_p99_s"), float("nan")),
+        "name": "reference",
+        "tokens_per_s": rate,
+        "low": rate,
+        "high": rate,
+        "mean_depth": float(depths.mean()),
+        "p95_depth": float(np.quantile(depths, 0.95)),
+        "row_steps": int(depths.sum()),
+    }
+
+
+def _shown(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Narrow enough for a terminal of 80 columns."""
+    return [
+        {
+            "": row["name"],
+            "tokens/s": f"{row['tokens_per_s']:.4g} ({row['low']:.4g}-{row['high']:.4g})",
+            "TTFT ms": f"{1e3 * row['ttft_s']:.4g}",
+            "gap p50, p99 ms": f"{1e3 * row['gap_p50_s']:.3g}, {1e3 * row['gap_p99_s']:.3g}",
+            "depth": f"{row['mean_depth']:.2f}",
+            "p95": f"{row['p95_depth']:.0f}",
+            "row-steps": f"{row['row_steps']:,}",
+        }
+        for row in rows
+    ]
+
+
+def _summary(bench: Bench, result: dict[str, Any]) -> None:
+    low, high = result["nll_delta_ci"]
+    bench.say(
+        f"{result['rule']}: {result['speedup_vs_uniform']:.2f}x over uniform {bench.depth}, "
+        f"{result['percent_of_cap']:.0f}% of the cap {result['cap']:.2f}; "
+        f"{result['speedup_vs_equal_quality']:.2f}x over the uniform depth of equal quality "
+        f"({result['uniform_depth']:.2f}); mean depth {result['mean_depth']:.2f}; NLL "
+        f"{result['nll_delta_nats']:+.4f} ({low:+.4f} to {high:+.4f}) nats against full depth"
+    )
