@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import os
 import tomllib
 import types
 import typing
@@ -21,6 +22,12 @@ from loopwise.errors import ConfigError, LoopwiseError
 from loopwise.registry import did_you_mean
 
 T = TypeVar("T")
+
+
+def cache_root() -> Path:
+    """Where what can be made again is kept between runs."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "loopwise"
 
 
 def from_table(

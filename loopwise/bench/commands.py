@@ -134,6 +134,7 @@ class Bench:
             "rule": str(self.rule),
             "full_depth": self.depth,
             "kv_policy": self.config.kv_policy,
+            "attention": self.first.attention,
             "kv_bytes_per_token": self.first.cache.bytes_per_token,
             "batch": self.options.batch,
             "requests": len(self.jobs),
@@ -289,7 +290,9 @@ def bench_serve(path: Path, options: BenchOptions, console: Console) -> dict[str
 def bench_overhead(path: Path, options: BenchOptions, console: Console) -> dict[str, Any]:
     """The engine at full depth against the same kernels in a bare loop, on equal jobs."""
     bench = Bench(path, options, Lengths((1, 1), (64, 64)), console)
-    jobs = bench.jobs[: bench.options.batch]
+    new = bench.lengths.output[0]
+    bos = bench.checkpoint.tokenizer.bos_id
+    jobs = [Job((bos,), (), new) for _ in range(bench.options.batch)]
     engine = bench.engine(exit=f"fixed:{bench.depth}")
     bare = bench.engine(exit=f"fixed:{bench.depth}")
     seconds: dict[str, list[float]] = {"engine": [], "bare loop": []}

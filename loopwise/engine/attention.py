@@ -1,9 +1,9 @@
 """Attention of one engine call: rows of many requests, each reading its own tokens from pages.
 
 Rows come as *singles*, which each read their own tokens, followed by *groups*, rows of one request
-at one recurrence that share what they read (the live part of a prompt chunk). Matrix products do
-both: on a CPU a decode step through the fused kernel is several times slower than products with the
-grouped query heads as rows.
+at one recurrence that share what they read (the live part of a prompt chunk). Groups are matrix
+products with the grouped query heads as rows; singles go to a compiled kernel where there is one
+(see `kernels`), else to the same products over a gathered copy.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from loopwise.engine.kernels import decode_attention
 from loopwise.models.base import Rope
 
 
@@ -22,7 +23,7 @@ class Plan:
 
     Attributes:
         header: number of singles, tokens they read, groups, rows of the widest group, tokens
-            groups read; ``(5,)`` int64 on the CPU.
+            groups read, and whether singles go to the compiled kernel; ``(6,)`` int64 on the CPU.
         index: int64, flat: the entry each row writes; what singles read, ``(singles, n_kv_heads,
             tokens)``; rows of the groups, ``(groups, widest)``, counted after the singles; the
             place of each such row in that table; what groups read, ``(groups, n_kv_heads,
@@ -97,7 +98,7 @@ def _attend_pages(
     rows, n_heads, head_dim = q.shape
     n_kv = k.shape[1]
     shared = n_heads // n_kv  # query heads per key head
-    singles, seen, groups, widest, seen_by_group = header.tolist()
+    singles, seen, groups, widest, seen_by_group, fused = header.tolist()
     key_pool.index_copy_(0, index[:rows], k)
     value_pool.index_copy_(0, index[:rows], v)
     out = torch.empty_like(q)
@@ -106,8 +107,12 @@ def _attend_pages(
         read = index[at : at + singles * n_kv * seen]
         at += read.numel()
         asked = q[:singles].view(singles, n_kv, shared, head_dim)
-        allowed = bias[: singles * seen].view(singles, 1, 1, seen)
-        mixed = _mix(asked, key_pool, value_pool, read, allowed, scratch)
+        allowed = bias[: singles * seen]
+        if fused:
+            mixed = decode_attention(asked, key_pool, value_pool, read, allowed)
+        else:
+            allowed = allowed.view(singles, 1, 1, seen)
+            mixed = _mix(asked, key_pool, value_pool, read, allowed, scratch)
         out[:singles] = mixed.view(singles, n_heads, head_dim)
     if groups:
         cells = groups * widest

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Any, Literal
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch import Tensor
 from loopwise.config import check_choices
 from loopwise.engine.counts import Counts
 from loopwise.engine.detokenize import Detokenizer
+from loopwise.engine.kernels import can_fuse
 from loopwise.engine.kv_cache import CacheShape, Ints, KVCache
 from loopwise.engine.kv_policy import parse_kv_policy
 from loopwise.engine.request import Completion, FinishReason, SamplingParams, TokenOutput
@@ -28,7 +30,7 @@ from loopwise.engine.runner import Calls, LiveRows, Runner
 from loopwise.engine.sampler import History, LogitsError, sample
 from loopwise.engine.scheduler import Chunk, Limits, Scheduler, Sequence
 from loopwise.errors import DataError, EngineError, ExitError, LoopwiseError
-from loopwise.exits.base import ExitPolicy, Reads
+from loopwise.exits.base import ExitPolicy, Observation, Reads
 from loopwise.exits.rule import ExitRule, build_policy, parse_rule
 from loopwise.measure.evaluate import check_depths
 from loopwise.models.base import LoopedLM
@@ -61,6 +63,8 @@ class EngineConfig:
         max_wait: ticks a request may be overtaken by smaller ones.
         end_ids: ids that end a text, beside the tokenizer's own.
         compile: compile the model's functions, once for any number of rows.
+        kernels: ``auto`` builds the decode attention with the machine's C compiler, where there is
+            one; :meth:`Engine.stats` says which is used.
     """
 
     exit: str = "fixed:8"
@@ -69,7 +73,7 @@ class EngineConfig:
     slots: int = 32
     max_seq: int = 1024
     pages: int | None = None
-    page_size: int = 16
+    page_size: int = 32
     chunk: int = 128
     prefill_rows: int | None = None
     prefix_cache: bool = True
@@ -80,6 +84,7 @@ class EngineConfig:
     max_wait: int = 1000
     end_ids: tuple[int, ...] = ()
     compile: Literal["on", "off"] = "off"
+    kernels: Literal["auto", "off"] = "auto"
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -185,7 +190,7 @@ class Request:
     forced: SequenceOf[int] | None = None
     ttft_s: float = 0.0
     total_s: float = 0.0
-    error: LoopwiseError | None = None
+    error: Exception | None = None
 
     @property
     def finished(self) -> bool:
@@ -258,14 +263,22 @@ class Engine:
         device = next(model.parameters()).device
         self.cache = KVCache(geometry, self.kv_policy, shape, model.dtype, device)
         seats = self.scheduler.seats
+        fused = config.kernels == "auto" and can_fuse(model.dtype, device)
         self.table = RowTable(
-            self.cache, seats=seats, slots=limits.slots, max_seq=limits.max_seq, rope=geometry.rope
+            self.cache,
+            seats=seats,
+            slots=limits.slots,
+            max_seq=limits.max_seq,
+            rope=geometry.rope,
+            fused=fused,
         )
+        self.attention = "compiled kernel" if fused else "tensor operations"
         self._fitted = dict(fitted or {})
         self._policy_index: dict[str, int] = {}
         calls = Calls(model, config.compile == "on") if calls is None else calls
         self.runner = Runner(model, self.cache, self.table, calls, seats=seats)
         self.default_rule = self._rule(config.exit)
+        self._check_ids("engine.end_ids", config.end_ids)
         self.end_ids = frozenset((tokenizer.eos_id, *config.end_ids))
         self._choices: dict[Sequence, Choice] = {}
         self._live: list[Chunk] = []
@@ -356,6 +369,8 @@ class Engine:
             params: for all, or one per prompt.
             progress: told (finished, all) after each tick that finished one.
         """
+        if isinstance(prompts, str):
+            raise EngineError(f"generate takes a list of prompts; write [{prompts[:20]!r}]")
         each = list(params) if isinstance(params, SequenceOf) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise EngineError(f"{len(prompts)} prompts but {len(each)} params; give one of each")
@@ -407,12 +422,12 @@ class Engine:
             while not self.scheduler.idle:
                 self.step()
                 await asyncio.sleep(0)  # readers take what is there; new requests come in
-        except BaseException as err:
-            for request, queue in list(self._listeners.items()):
-                if request.error is None and isinstance(err, LoopwiseError):
-                    request.error = err
+        except Exception as err:  # each reader raises it; none is to take its part for a whole
+            for request in self._listeners:
+                request.error = request.error or err
+        finally:
+            for queue in self._listeners.values():
                 queue.put_nowait(None)
-            raise
 
     # Ticks.
 
@@ -508,7 +523,9 @@ class Engine:
             self._counts.coda_rows += sum(len(c.seats) for c in unread)
         for chunk in chunks:
             self._note_depths(chunk)
-            self.scheduler.finish(chunk)
+            # A row that is no number spoils those before it in its chunk: nobody is to find them.
+            sound = len(chunk.seats) == 1 or self.runner.finite(chunk.seats)
+            self.scheduler.finish(chunk, sound)
         if last:
             self._sample(last)
 
@@ -599,12 +616,11 @@ class Engine:
     def _prompt_ids(self, prompt: str | SequenceOf[int]) -> tuple[int, ...]:
         if isinstance(prompt, str):
             ids = (self.tokenizer.bos_id, *self.tokenizer.encode(prompt))
-        else:
+        elif isinstance(prompt, Iterable):
             ids = tuple(prompt)
-            vocab = self.model.geometry.vocab_size
-            wrong = next((i for i in ids if not 0 <= i < vocab), None)
-            if wrong is not None:
-                raise EngineError(f"the prompt has token id {wrong}; ids are 0 to {vocab - 1}")
+            self._check_ids("the prompt", ids)
+        else:
+            raise EngineError(f"the prompt is {prompt!r}; give text or token ids")
         if not ids:
             raise DataError("the prompt is empty; start it with at least the begin-of-text token")
         if len(ids) > self.config.max_seq:
@@ -614,10 +630,16 @@ class Engine:
             )
         return ids
 
+    def _check_ids(self, what: str, ids: Iterable[object]) -> None:
+        vocab = self.model.geometry.vocab_size
+        for i in ids:
+            if not isinstance(i, Integral) or not 0 <= int(i) < vocab:
+                raise EngineError(f"{what} has token id {i!r}; ids are 0 to {vocab - 1}")
+
     def _rule(self, exit: str | ExitRule) -> ExitRule:
         rule = parse_rule(exit, self.config.max_depth) if isinstance(exit, str) else exit
         if rule.max_depth > self.config.max_depth:
-            raise EngineError(
+            raise DepthError(
                 f"exit rule {rule} goes to {rule.max_depth} recurrences, this engine holds "
                 f"{self.config.max_depth}; lower it or raise engine.max_depth"
             )
@@ -632,6 +654,7 @@ class Engine:
                     f"exit rule {policy.name!r} reads logits; this engine was made with "
                     "engine.logits_exits=false"
                 )
+            _try(policy, self.model)
             self._policy_index[rule.policy] = self.runner.add_policy(policy)
         return rule
 
@@ -657,6 +680,7 @@ class Engine:
             "running": scheduler.running,
             "waiting": scheduler.waiting,
             "free_pages": scheduler.pool.free,
+            "attention": self.attention,
             "kv_bytes_per_token": self.cache.bytes_per_token,
             **{k: scheduler.counts[k] for k in _SCHEDULER_COUNTS},
             "log": list(scheduler.log),
@@ -669,6 +693,15 @@ class Engine:
 
 
 _SCHEDULER_COUNTS = ("admitted", "overtaken", "preempted", "reused_tokens", "longest_wait")
+
+
+def _try(policy: ExitPolicy, model: LoopedLM) -> None:
+    """Score one row of zeros: what was fitted to another model is refused before a tick meets it."""
+    g = model.geometry
+    latent = torch.zeros(1, g.d_model)
+    logits = torch.zeros(1, g.vocab_size)
+    seen = Observation(r=torch.ones(1).long(), latent=latent, previous=latent, logits=logits)
+    policy.score(seen, torch.zeros(1, policy.memory_width(g.vocab_size, g.d_model)))
 
 
 def _forcing(params: SamplingParams, forced: SequenceOf[int], room: int) -> SamplingParams:

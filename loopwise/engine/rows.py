@@ -57,6 +57,9 @@ class RowBounds(NamedTuple):
 class RowTable:
     """Where every row is, when it stops, and where its entries lie.
 
+    Args:
+        fused: single rows attend through the compiled kernel.
+
     Attributes:
         slot, position: of the row's request and token, by seat.
         r: recurrences done, by seat.
@@ -64,7 +67,17 @@ class RowTable:
         hits: consecutive scores at or below the threshold, by seat.
     """
 
-    def __init__(self, cache: KVCache, *, seats: int, slots: int, max_seq: int, rope: Rope) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        *,
+        seats: int,
+        slots: int,
+        max_seq: int,
+        rope: Rope,
+        fused: bool = False,
+    ) -> None:
+        self._fused = fused
         self.slot = np.zeros(seats, np.int64)
         self.position = np.zeros(seats, np.int64)
         self.r = np.zeros(seats, np.int64)
@@ -137,7 +150,7 @@ class RowTable:
             parts, allowed = self._groups(stage, batch, slot, r, position, seen_by_group)
             index += parts
             bias.append(allowed.ravel())
-        header = np.array([n, seen, len(batch.groups), widest, seen_by_group])
+        header = np.array([n, seen, len(batch.groups), widest, seen_by_group, self._fused])
         at = torch.from_numpy(position)
         return Plan(
             header=torch.from_numpy(header),

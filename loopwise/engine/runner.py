@@ -165,6 +165,10 @@ class Runner:
         kept = None if logits is None else logits[torch.from_numpy(stop).to(self.device)]
         return Exits(rows[stop], kept)
 
+    def finite(self, seats: Ints) -> bool:
+        """Whether the latents of these rows are numbers."""
+        return bool(self._latent.index_select(0, self._seats(seats)).isfinite().all())
+
     @torch.no_grad()
     def read(self, chunks: list[Ints], wanted: Ints) -> Tensor:
         """Run the coda for rows that have settled; logits ``(wanted, vocab)`` of some of them.
@@ -192,8 +196,8 @@ class Runner:
 
     def _view(self, batch: Batch, stage: Stage) -> tuple[Plan, list[Tensor], list[Tensor], Tensor]:
         plan = self.table.plan(batch, stage)
-        singles, seen, groups, _, seen_by_group = plan.header.tolist()
-        size = max(singles * seen, groups * seen_by_group) * self._entry
+        singles, seen, groups, _, seen_by_group, fused = plan.header.tolist()
+        size = max(0 if fused else singles * seen, groups * seen_by_group) * self._entry
         if size > self._scratch.shape[1]:
             self._scratch = self._scratch.new_empty(2, size + size // 2)
         return plan, self.cache.keys, self.cache.values, self._scratch

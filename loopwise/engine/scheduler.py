@@ -95,6 +95,7 @@ class Sequence:
     waited: int = 0  # ticks, without the wait that goes on
     reused: int = 0  # tokens found in the prefix cache
     preempted: int = 0  # times
+    sound: bool = True
     ended: bool = False
 
     def __post_init__(self) -> None:
@@ -190,16 +191,21 @@ class Scheduler:
                 sequence.waited += 1
         return [c for c in chunks if not c.dropped], self._placed
 
-    def finish(self, chunk: Chunk) -> None:
-        """All rows of a chunk have settled and left their entries in every layer."""
+    def finish(self, chunk: Chunk, sound: bool = True) -> None:
+        """All rows of a chunk have settled and left their entries in every layer.
+
+        Args:
+            sound: its entries are numbers; from the first that is not on, nothing is shared.
+        """
         sequence = chunk.sequence
+        sequence.sound = sequence.sound and sound
         self._free_seats(chunk)
         sequence.chunk = None
         sequence.done = chunk.end
         size = self.limits.page_size
         # Under an approximate policy what a made token left depends on how it was made.
         known = sequence.done if self.exact else min(sequence.done, sequence.n_prompt)
-        while (sequence.learned + 1) * size <= known:
+        while sequence.sound and (sequence.learned + 1) * size <= known:
             first, page = sequence.learned * size, sequence.pages[sequence.learned]
             tokens = sequence.tokens[first : first + size]
             sequence.identity = self.pool.learn(sequence.identity, page, tokens)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from loopwise.config import cache_root
 from loopwise.data import Document, ReadReport, read_documents, split_held_out
 from loopwise.settings import DataConfig, TokenizerConfig
 from loopwise.tokenizer import BPETokenizer, Tokenizer, load_tokenizer
@@ -78,8 +78,7 @@ def make_tokenizer(config: TokenizerConfig, train: list[Document]) -> Tokenizer:
 
 def cache_folder() -> Path:
     """Where token files are kept between runs."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "loopwise" / "tokens"
+    return cache_root() / "tokens"
 
 
 def _read(source: str, config: DataConfig, report: ReadReport) -> list[Document]:
