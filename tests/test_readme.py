@@ -48,8 +48,8 @@ def test_python_blocks_run(block, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     save_checkpoint(tmp_path / "runs" / "study", make_model(), ByteTokenizer(), {"seq": 32})
     exec(compile(block, "README.md", "exec"), {})
-    shown = re.findall(r"\[([\d, ]+)\]$", capsys.readouterr().out, re.MULTILINE)
-    depths = [int(d) for each in shown for d in each.split(",")]
+    shown = re.findall(r"\(([\d, ]+)\)$", capsys.readouterr().out, re.MULTILINE)
+    depths = [int(d) for each in shown for d in each.split(",") if d]
     assert len(shown) == 2, "two prompts, two answers"
     assert all(1 <= d <= 8 for d in depths)
 

@@ -9,6 +9,9 @@ MODELS = Registry(
         "recurrent": "loopwise.models.recurrent:RecurrentModel",
         "looped": "loopwise.models.looped:LoopedModel",
         "fixed": "loopwise.models.fixed:FixedModel",
+        "raven": "loopwise.models.raven:RavenModel",
+        "ouro": "loopwise.models.ouro:OuroModel",
+        "nanochat": "loopwise.models.nanochat:NanochatModel",
     },
     ConfigError,
 )

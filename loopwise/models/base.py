@@ -6,6 +6,7 @@ functions. They differ only in the :class:`KVView` they pass, which is what keep
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -13,6 +14,40 @@ import torch
 from torch import Tensor, nn
 
 from loopwise.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RopeScaling:
+    """How Llama 3.1 and later stretch the slow rotary frequencies over a longer context.
+
+    Wavelengths above ``original_length / low_freq_factor`` tokens are slowed by ``factor``, those
+    below ``original_length / high_freq_factor`` are kept, and those between are interpolated.
+    Source: Llama team 2024, arXiv:2407.21783, and the ``llama3`` type of published configs.
+    """
+
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_length: int = 8192  # tokens the model was trained on before
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low_freq_factor < self.high_freq_factor < math.inf:
+            raise ConfigError(
+                f"model.rope_scaling: low_freq_factor={self.low_freq_factor} must be above 0 and "
+                f"below high_freq_factor={self.high_freq_factor}"
+            )
+        if not 1 <= self.factor < math.inf or self.original_length < 1:
+            raise ConfigError(
+                f"model.rope_scaling: factor={self.factor} and original_length="
+                f"{self.original_length} must be at least 1"
+            )
+
+    def stretch(self, frequencies: Tensor) -> Tensor:
+        """Slowed ``frequencies``, in radians a token."""
+        wavelengths = 2 * math.pi / frequencies
+        low, high = self.low_freq_factor, self.high_freq_factor
+        kept = ((self.original_length / wavelengths - low) / (high - low)).clamp(0, 1)
+        return frequencies * (kept + (1 - kept) / self.factor)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +60,7 @@ class Rope:
     head_dim: int
     base: float = 10_000.0
     interleaved: bool = False
+    scaling: RopeScaling | None = None
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosine and sine for integer ``positions (...)``: each ``(..., 1, head_dim)``.
@@ -32,7 +68,10 @@ class Rope:
         The middle axis broadcasts over heads. Computed in float64, returned in ``dtype``.
         """
         half = torch.arange(self.head_dim // 2, dtype=torch.float64, device=positions.device)
-        angles = positions.double().unsqueeze(-1) * self.base ** (-2 * half / self.head_dim)
+        frequencies = self.base ** (-2 * half / self.head_dim)
+        if self.scaling is not None:
+            frequencies = self.scaling.stretch(frequencies)
+        angles = positions.double().unsqueeze(-1) * frequencies
         if self.interleaved:
             angles = angles.repeat_interleave(2, dim=-1)
         else:
@@ -129,6 +168,11 @@ class LoopedLM(nn.Module):
     config_class: ClassVar[type]
     config: Any
     geometry: Geometry
+
+    @property
+    def seeded_latent(self) -> bool:
+        """Whether `initial_latent` looks at its seeds."""
+        return False
 
     def prelude(self, token_ids: Tensor, view: KVView) -> Tensor:
         """``(...)`` int64 to the injection ``(..., d_model)``: unique layers, once per token."""

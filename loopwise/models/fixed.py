@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from loopwise.config import check_choices
 from loopwise.errors import ConfigError
-from loopwise.models.base import Geometry, KVView, LoopedLM, Rope, check_heads
+from loopwise.models.base import Geometry, KVView, LoopedLM, Rope, RopeScaling, check_heads
 from loopwise.models.layers import PreNormBlock, init_linear_
 
 
@@ -29,6 +29,7 @@ class FixedConfig:
     n_layers: int = 4
     tie_embeddings: bool = True
     rope_base: float = 10_000.0
+    rope_scaling: RopeScaling | None = None  # only to read checkpoints that have it
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
@@ -53,7 +54,7 @@ class FixedConfig:
             n_prelude_layers=0,
             n_core_layers=self.n_layers,
             n_coda_layers=0,
-            rope=Rope(head_dim=head_dim, base=self.rope_base),
+            rope=Rope(head_dim=head_dim, base=self.rope_base, scaling=self.rope_scaling),
             max_depth=1,
         )
 

@@ -13,9 +13,16 @@ class Attention(nn.Module):
     """Grouped-query attention; rotary phase, masks and storage belong to the view.
 
     Source: Ainslie et al. 2023, arXiv:2305.13245 (grouped queries).
+
+    Args:
+        geometry, layer: of the model, and the number of this layer in it.
+        before_phase: what changes queries ``(..., n_heads, head_dim)`` and keys ``(...,
+            n_kv_heads, head_dim)`` before the view turns them: a bias, a norm.
     """
 
-    def __init__(self, geometry: Geometry, layer: int) -> None:
+    def __init__(
+        self, geometry: Geometry, layer: int, before_phase: nn.Module | None = None
+    ) -> None:
         super().__init__()
         self.layer = layer
         self.n_heads, self.n_kv_heads = geometry.n_heads, geometry.n_kv_heads
@@ -24,11 +31,14 @@ class Attention(nn.Module):
         width = (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
         self.qkv = nn.Linear(d, width, bias=False)
         self.out = nn.Linear(self.n_heads * self.head_dim, d, bias=False)
+        self.before_phase = before_phase
 
     def forward(self, x: Tensor, r: int | Tensor, view: KVView) -> Tensor:
         """``x (..., d_model)`` to ``(..., d_model)``."""
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         q, k, v = heads.split((self.n_heads, self.n_kv_heads, self.n_kv_heads), dim=-2)
+        if self.before_phase is not None:
+            q, k = self.before_phase(q, k)
         return self.out(view.attend(self.layer, r, q, k, v).flatten(-2))
 
 
@@ -51,14 +61,22 @@ class SandwichBlock(nn.Module):
     Source: Geiping et al. 2025, arXiv:2502.05171, section 3.1: x = n2(attn(n1(x)) + x).
     """
 
-    def __init__(self, geometry: Geometry, layer: int, d_ff: int, norm_eps: float) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        layer: int,
+        d_ff: int,
+        norm_eps: float,
+        before_phase: nn.Module | None = None,
+        mlp: type[nn.Module] = SwiGLU,
+    ) -> None:
         super().__init__()
         d = geometry.d_model
         self.norm_attn_in = nn.RMSNorm(d, eps=norm_eps)
-        self.attn = Attention(geometry, layer)
+        self.attn = Attention(geometry, layer, before_phase)
         self.norm_attn_out = nn.RMSNorm(d, eps=norm_eps)
         self.norm_mlp_in = nn.RMSNorm(d, eps=norm_eps)
-        self.mlp = SwiGLU(d, d_ff)
+        self.mlp = mlp(d, d_ff)
         self.norm_mlp_out = nn.RMSNorm(d, eps=norm_eps)
 
     def forward(self, x: Tensor, r: int | Tensor, view: KVView) -> Tensor:
@@ -69,17 +87,31 @@ class SandwichBlock(nn.Module):
 class PreNormBlock(nn.Module):
     """Norm before each sub-layer only: the Llama shape (Touvron et al. 2023, arXiv:2302.13971)."""
 
-    def __init__(self, geometry: Geometry, layer: int, d_ff: int, norm_eps: float) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        layer: int,
+        d_ff: int,
+        norm_eps: float,
+        before_phase: nn.Module | None = None,
+    ) -> None:
         super().__init__()
         d = geometry.d_model
         self.norm_attn_in = nn.RMSNorm(d, eps=norm_eps)
-        self.attn = Attention(geometry, layer)
+        self.attn = Attention(geometry, layer, before_phase)
         self.norm_mlp_in = nn.RMSNorm(d, eps=norm_eps)
         self.mlp = SwiGLU(d, d_ff)
 
     def forward(self, x: Tensor, r: int | Tensor, view: KVView) -> Tensor:
         x = x + self.attn(self.norm_attn_in(x), r, view)
         return x + self.mlp(self.norm_mlp_in(x))
+
+
+def choose(first: Tensor | bool, at_first: Tensor, later: Tensor) -> Tensor:
+    """Per row: one thing at recurrence 1, another afterwards."""
+    if isinstance(first, bool):
+        return at_first if first else later
+    return torch.where(first, at_first, later)
 
 
 def init_linear_(module: nn.Module, n_effective_layers: float) -> None:
@@ -97,9 +129,24 @@ def init_linear_(module: nn.Module, n_effective_layers: float) -> None:
             nn.init.trunc_normal_(child.weight, std=std, a=-3 * std, b=3 * std)
 
 
-def row_seeds(positions: Tensor, request_seed: int = 0) -> Tensor:
+def row_seeds(positions: Tensor, request_seed: int | Tensor = 0) -> Tensor:
     """Noise seeds of rows by (request seed, position), int64 of the shape of ``positions``."""
     return ((request_seed % (1 << 31)) << 32) + positions.long()
+
+
+def seeded_truncated_normal(seeds: Tensor, width: int, cut: float = 3.0) -> Tensor:
+    """Standard normal noise without its tails past ``cut``, by each row's seed alone.
+
+    Args:
+        seeds: ``(...)`` int64.
+        width: channels.
+        cut: largest magnitude; the standard deviation is that of the whole normal, not the cut one.
+    Returns:
+        ``(..., width)`` float32.
+    """
+    tail = torch.special.ndtr(torch.tensor(-cut, dtype=torch.float64, device=seeds.device))
+    inside = tail + (1 - 2 * tail) * seeded_uniform(seeds, width)
+    return torch.special.ndtri(inside).float()
 
 
 def seeded_normal(seeds: Tensor, width: int) -> Tensor:

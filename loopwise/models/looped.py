@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from loopwise.config import check_choices
 from loopwise.errors import ConfigError
 from loopwise.models.base import Geometry, KVView, LoopedLM, Rope, check_heads
-from loopwise.models.layers import SwiGLU, init_linear_
+from loopwise.models.layers import SwiGLU, choose, init_linear_
 
 Inject = Literal["none", "input", "attn-first", "residual-all", "attn-all"]
 
@@ -120,12 +120,12 @@ class LoopedModel(LoopedLM):
         inject = self.config.inject
         x = injection
         if inject == "none":
-            x = _choose(first, injection, h)
+            x = choose(first, injection, h)
         elif inject == "input":
-            x = _choose(first, injection, self.norm_latent(injection + h))
+            x = choose(first, injection, self.norm_latent(injection + h))
         for index, block in enumerate(self.core_blocks):
             if inject == "residual-all":
-                x = _choose(first, x, self.norm_latent(x + h))
+                x = choose(first, x, self.norm_latent(x + h))
             asks = inject == "attn-all" or (inject == "attn-first" and index == 0)
             x = block(x, h if asks else None, first, r, view)
         return x
@@ -168,7 +168,7 @@ class LoopedBlock(nn.Module):
     ) -> Tensor:
         """``x (..., d_model)``; ``h`` asks instead of ``x`` in rows past recurrence 1."""
         seen = self.norm_attn(x)
-        asker = seen if h is None else _choose(first, seen, self.norm_attn(h))
+        asker = seen if h is None else choose(first, seen, self.norm_attn(h))
         q = self.query(asker).unflatten(-1, (-1, self.head_dim))
         k, v = self.key_value(seen).unflatten(-1, (-1, self.head_dim)).chunk(2, dim=-2)
         if self.qk_norm:
@@ -188,10 +188,3 @@ class SquaredReLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.relu(self.up(x)).square())
-
-
-def _choose(first: Tensor | bool, at_first: Tensor, later: Tensor) -> Tensor:
-    """Per row: one thing at recurrence 1, another afterwards."""
-    if isinstance(first, bool):
-        return at_first if first else later
-    return torch.where(first, at_first, later)

@@ -95,6 +95,10 @@ class RecurrentModel(LoopedLM):
             self.unembedding = nn.Linear(d, config.vocab_size, bias=False)
         init_linear_(self, self.geometry.effective_layers(config.init_depth))
 
+    @property
+    def seeded_latent(self) -> bool:
+        return self.config.latent_init == "noise"
+
     def prelude(self, token_ids: Tensor, view: KVView) -> Tensor:
         # The scale makes a row of the small-std embedding a unit-RMS residual stream.
         x = self.embedding(token_ids) * self.config.d_model**0.5

@@ -1,0 +1,1 @@
+"""Checkpoints of other projects: read strictly, turned into loopwise checkpoints."""

@@ -1,0 +1,180 @@
+"""A published checkpoint folder into a loopwise checkpoint: recognise, map, check, write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loopwise.errors import CheckpointError
+from loopwise.hub.formats import FORMATS
+from loopwise.hub.formats.base import Format, Plan
+from loopwise.hub.formats.gaps import gap_of
+from loopwise.hub.keys import assemble
+from loopwise.hub.read import Source, open_source, refuse_pointer
+from loopwise.models import MODELS
+from loopwise.models.base import LoopedLM
+from loopwise.models.checkpoint import FORMAT, save_checkpoint
+from loopwise.models.costs import parameters
+from loopwise.tokenizer import Tokenizer, load_tokenizer
+
+# Embeddings are padded to round numbers; Huginn's multiple, 4096, is the largest we know of.
+MAX_PADDING = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """What was converted into what.
+
+    Attributes:
+        source, out: folders.
+        format, architecture: rows of FORMATS and MODELS.
+        parameters: unique ones.
+        dtype: of the stored weights, unchanged.
+        vocab_size: rows of the embedding.
+        tokenizer_size: ids of the tokenizer.
+        depth: how the source was trained over depth.
+        notes: what a person should know.
+    """
+
+    source: Path
+    out: Path
+    format: str
+    architecture: str
+    parameters: int
+    dtype: str
+    vocab_size: int
+    tokenizer_size: int
+    depth: dict[str, Any]
+    notes: tuple[str, ...]
+
+
+def convert(
+    source: Path,
+    out: Path,
+    *,
+    allow_pickle: bool = False,
+    tokenizer: str | Path | None = None,
+) -> Conversion:
+    """Read a published checkpoint folder strictly and write a loopwise one.
+
+    The weights keep the dtype they are stored in, and no more than one copy of them is in memory.
+
+    Args:
+        source: folder with ``config.json``, weights and ``tokenizer.json``.
+        out: checkpoint folder to make.
+        allow_pickle: read ``.bin``, ``.pt`` and ``.pth`` files too, weights-only.
+        tokenizer: for a source without one: ``"byte"``, a ``tokenizer.json`` or its folder.
+    Raises:
+        CheckpointError: what the source lacks or holds too much of, by name; a format we do not
+            know; a tokenizer that does not fit; or ``out`` exists.
+        TokenizerError: a tokenizer this package cannot use.
+        ConfigError: a shape no model can have.
+    """
+    if out.exists():  # before gigabytes are read
+        raise CheckpointError(f"{str(out)!r} exists already; choose another name")
+    found = open_source(source, allow_pickle=allow_pickle)
+    format = recognise(found)
+    plan = format.plan(found)
+    with torch.device("meta"):  # shapes only: the weights are the source's own tensors
+        model: LoopedLM = MODELS[plan.architecture](plan.config)
+    text = _tokenizer_of(found, tokenizer)
+    _check_vocabulary(found, text, model.geometry.vocab_size)
+    own = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    state = assemble(found, plan.keys, own)
+    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in state.values()})
+    notes = [*plan.notes, *_unread(plan), *_special_ids(found.config, plan, text)]
+    facts = {
+        "converted_from": {"format": format.name, "folder": source.name, "dtype": dtypes},
+        "depth": plan.depth,
+        "dtype": dtypes[0] if len(dtypes) == 1 else "mixed",
+    }
+    if plan.special_ids:
+        facts["special_ids"] = plan.special_ids
+    save_checkpoint(out, model, text, facts, state=state)
+    return Conversion(
+        source=source,
+        out=out,
+        format=format.name,
+        architecture=plan.architecture,
+        parameters=parameters(model),
+        dtype=" and ".join(dtypes),
+        vocab_size=model.geometry.vocab_size,
+        tokenizer_size=text.vocab_size,
+        depth=plan.depth,
+        notes=tuple(notes),
+    )
+
+
+def recognise(source: Source) -> Format:
+    """The one format a source is of.
+
+    Raises:
+        CheckpointError: none knows it; says what was found, what is known, what it would take.
+    """
+    if source.config.get("format") == FORMAT:
+        raise CheckpointError(f"{str(source.path)!r} is a loopwise checkpoint already")
+    formats: list[Format] = [FORMATS[name]() for name in FORMATS]
+    fitting = [format for format in formats if format.recognises(source)]
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        names = " and ".join(format.name for format in fitting)
+        raise CheckpointError(
+            f"{str(source.path)!r} looks like {names} at once; config.json and weights are of "
+            f"different models (found: {source.describe()})"
+        )
+    gap = gap_of(source)
+    if gap is not None:
+        raise CheckpointError(
+            f"{str(source.path)!r} is a {gap.name} checkpoint, which loopwise cannot run yet: it "
+            f"needs {gap.needed}"
+        )
+    known = "; ".join(f"{format.name} ({format.about})" for format in formats)
+    raise CheckpointError(
+        f"{str(source.path)!r} is of no format loopwise reads; found: {source.describe()}. "
+        f"Known: {known}. To read it, its config fields and keys must be mapped in a file of "
+        "loopwise/hub/formats, and its mathematics must be a row of MODELS"
+    )
+
+
+def _tokenizer_of(source: Source, given: str | Path | None) -> Tokenizer:
+    if given is not None:
+        return load_tokenizer(given)
+    file = source.path / "tokenizer.json"
+    if not file.is_file():
+        raise CheckpointError(
+            f"{str(source.path)!r} has no tokenizer.json; copy the one it was trained with there, "
+            "or give one with --tokenizer"
+        )
+    refuse_pointer(file)
+    return load_tokenizer(file)
+
+
+def _check_vocabulary(source: Source, tokenizer: Tokenizer, rows: int) -> None:
+    """Embeddings may be padded a little; anything else is a tokenizer of another model."""
+    if not 0 <= rows - tokenizer.vocab_size < MAX_PADDING:
+        raise CheckpointError(
+            f"{str(source.path)!r}: the tokenizer has {tokenizer.vocab_size} ids but the embedding "
+            f"{rows} rows; they do not belong together (up to {MAX_PADDING - 1} rows of padding "
+            "are taken as such)"
+        )
+
+
+def _unread(plan: Plan) -> list[str]:
+    if not plan.unread:
+        return []
+    return [f"fields of config.json that nothing was made of: {', '.join(plan.unread)}"]
+
+
+def _special_ids(config: Mapping[str, Any], plan: Plan, tokenizer: Tokenizer) -> list[str]:
+    """Where the config, what is known of the format, and the tokenizer disagree."""
+    notes = []
+    for name, own in (("bos", tokenizer.bos_id), ("eos", tokenizer.eos_id)):
+        said = plan.special_ids.get(name, config.get(f"{name}_token_id"))
+        if said is not None and own not in (said if isinstance(said, list) else [said]):
+            notes.append(f"the tokenizer's {name} is id {own}; the source says {said}")
+    return notes

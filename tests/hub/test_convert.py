@@ -1,0 +1,137 @@
+"""From folder to checkpoint: the format is found or the folder described; tokenizers must fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from loopwise.errors import CheckpointError
+from loopwise.hub.convert import MAX_PADDING, convert
+from loopwise.hub.formats import FORMATS
+from loopwise.models import MODELS
+from loopwise.models.checkpoint import load_checkpoint
+from loopwise.tokenizer import BPETokenizer
+from tests.hub.folders import VOCAB, fill, write_folder
+from tests.hub.test_ouro import CONFIG, shapes, tensors
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_folder(tmp_path / "ouro", CONFIG, tensors())
+
+
+def test_the_summary_says_what_was_made(source: Path, tmp_path: Path) -> None:
+    done = convert(source, tmp_path / "out")
+    assert (done.format, done.architecture, done.dtype) == ("ouro", "ouro", "float32")
+    assert done.parameters == sum(value.numel() for value in tensors().values())
+    assert (done.vocab_size, done.tokenizer_size) == (VOCAB, 258)
+    saved = load_checkpoint(tmp_path / "out")
+    assert saved.tokenizer.encode("Tom") == [84, 111, 109]
+    facts = json.loads((tmp_path / "out" / "training.json").read_text())
+    assert facts["converted_from"] == {"format": "ouro", "folder": "ouro", "dtype": ["float32"]}
+
+
+def test_fields_nothing_was_made_of_are_told(tmp_path: Path) -> None:
+    config = {**CONFIG, "router_temperature": 0.7, "use_something": False}
+    done = convert(write_folder(tmp_path / "ouro", config, tensors()), tmp_path / "out")
+    told = [note for note in done.notes if "nothing was made of" in note]
+    assert told == ["fields of config.json that nothing was made of: router_temperature"]
+
+
+def test_an_unknown_folder_is_described_with_what_it_would_take(tmp_path: Path) -> None:
+    config = {"model_type": "mamba", "architectures": ["MambaForCausalLM"]}
+    path = write_folder(tmp_path / "mamba", config, {"backbone.norm_f.weight": torch.ones(4)})
+    with pytest.raises(CheckpointError) as failure:
+        convert(path, tmp_path / "out")
+    message = str(failure.value)
+    assert "model_type 'mamba', architectures ['MambaForCausalLM']" in message
+    assert "1 tensors (backbone.norm_f.weight)" in message
+    assert "loopwise/hub/formats" in message
+    for name in FORMATS:
+        assert f"{name} (" in message
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "named"),
+    [
+        ({"name": "parcae-140m"}, "transformer.adapter.A_log", "Parcae .* value embeddings"),
+        ({"model_type": "loopformer"}, "gpt.time_embedder.mlp.0.bias", "LoopFormer .* positions"),
+        ({"model_type": "dory"}, "model.layers.0.self_attn.sqk", "Dory .* windows"),
+        ({"model_type": "inkling2_loop"}, "model.norm.weight", "Inkling 2 loop .* experts"),
+        ({"model_type": "mor"}, "model.layers.1.mor_router.router.weight", "Recursions .* routers"),
+    ],
+    ids=["parcae", "loopformer", "dory", "inkling2", "mor"],
+)
+def test_models_that_cannot_run_yet_say_what_they_need(
+    tmp_path: Path, config: dict[str, str], key: str, named: str
+) -> None:
+    path = write_folder(tmp_path / "peer", config, {key: torch.ones(4)})
+    with pytest.raises(CheckpointError, match=named):
+        convert(path, tmp_path / "out")
+
+
+def test_a_folder_of_two_minds_is_refused(tmp_path: Path) -> None:
+    config = {**CONFIG, "model_type": "llama"}
+    path = write_folder(tmp_path / "both", config, tensors())
+    with pytest.raises(CheckpointError, match="looks like ouro and llama at once"):
+        convert(path, tmp_path / "out")
+
+
+def test_a_loopwise_checkpoint_is_called_one(source: Path, tmp_path: Path) -> None:
+    convert(source, tmp_path / "out")
+    with pytest.raises(CheckpointError, match="is a loopwise checkpoint already"):
+        convert(tmp_path / "out", tmp_path / "again")
+
+
+def test_nothing_is_written_over(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(CheckpointError, match="exists already"):
+        convert(source, tmp_path / "out")
+
+
+def test_a_tokenizer_with_more_ids_than_rows_is_refused(source: Path, tmp_path: Path) -> None:
+    texts = ["some text to learn from, some more text to learn from " * 20]
+    big = BPETokenizer.train(texts, 300)
+    assert big.vocab_size > VOCAB
+    (source / "tokenizer.json").write_text(big.to_json())
+    with pytest.raises(
+        CheckpointError, match=f"has {big.vocab_size} ids but the embedding {VOCAB}"
+    ):
+        convert(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize(("padding", "fits"), [(MAX_PADDING - 1, True), (MAX_PADDING, False)])
+def test_rows_far_beyond_the_tokenizer_are_no_padding(
+    tmp_path: Path, padding: int, fits: bool
+) -> None:
+    rows = 258 + padding
+    changed = {
+        key: (rows, *shape[1:]) if shape[0] == VOCAB else shape for key, shape in shapes().items()
+    }
+    path = write_folder(tmp_path / "ouro", {**CONFIG, "vocab_size": rows}, fill(changed))
+    if fits:
+        assert convert(path, tmp_path / "out").vocab_size == rows
+    else:
+        with pytest.raises(CheckpointError, match="do not belong together"):
+            convert(path, tmp_path / "out")
+
+
+def test_a_tokenizer_can_be_given(source: Path, tmp_path: Path) -> None:
+    """Raw training checkpoints come without one."""
+    (source / "tokenizer.json").unlink()
+    convert(source, tmp_path / "out", tokenizer="byte")
+    assert load_checkpoint(tmp_path / "out").tokenizer.vocab_size == 258
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_says_what_it_is(name: str) -> None:
+    format = FORMATS[name]()
+    assert format.name == name
+    assert format.about
+
+
+def test_architectures_of_the_formats_are_rows_of_the_table() -> None:
+    assert {"raven", "ouro", "fixed"} <= set(MODELS)
