@@ -11,7 +11,9 @@ from typing import Any, Literal
 
 from loopwise.config import check_choices, from_table, merge, parse_overrides, read_toml, to_table
 from loopwise.data import ReadOptions
-from loopwise.errors import ConfigError
+from loopwise.errors import ConfigError, ExitError
+from loopwise.exits import EXITS
+from loopwise.exits.base import Reads
 from loopwise.models import MODELS
 from loopwise.registry import did_you_mean
 from loopwise.train.loop import TrainConfig
@@ -66,9 +68,11 @@ class MeasureConfig:
 
     horizon: int = 32  # recurrences
     tokens: int = 40_000  # of each corpus, at most
-    fit_tokens: int = 10_000  # the probe's own split, taken before the measured text
+    fit_tokens: int = 10_000  # the fitted rules' own split, taken before the measured text
     live_tokens: int = 10_000  # of the first corpus's trace, run again under live exits
     live_thresholds: int = 6
+    # The rules that are run live as well; every other rule is judged by replay.
+    live_rules: tuple[str, ...] = ("kl", "latent-change", "probe", "latent-kl")
     epsilon: float = 1e-3  # nats, KL to the previous recurrence below which a token has settled
     batch: int = 8  # sequences
     dtype: Literal["fp32", "bf16"] = "fp32"
@@ -80,6 +84,25 @@ class MeasureConfig:
                 raise ConfigError(f"measure.{name}={getattr(self, name)} must be at least 1")
         if not 0 < self.epsilon < math.inf:
             raise ConfigError(f"measure.epsilon={self.epsilon} must be a number above 0, finite")
+        for name in self.live_rules:
+            _check_live_rule(name)
+
+
+def _check_live_rule(name: str) -> None:
+    try:
+        reads = EXITS[name].reads
+    except ExitError as err:
+        raise ConfigError(f"measure.live_rules: {err}") from None
+    if reads is Reads.TRUTH:
+        raise ConfigError(
+            f"measure.live_rules: exit rule {name!r} needs later recurrences, so it cannot run "
+            "live; leave it out, it is replayed anyway"
+        )
+    if reads is Reads.NOTHING:
+        raise ConfigError(
+            f"measure.live_rules: exit rule {name!r} decides nothing token by token; leave it out, "
+            "uniform depth is always measured"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

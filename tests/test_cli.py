@@ -179,6 +179,22 @@ def test_a_finished_study_resumes_to_the_same_result(a_run):
 
 
 @pytest.mark.usefixtures("no_plots")
+def test_a_finished_study_of_an_earlier_version_gets_the_rules_that_came_since(a_run):
+    """Fitted on what its first rules were fitted on; traces and those rules stay as they are."""
+    before = strict_json((a_run / "results.json").read_text())
+    traces = files(a_run / "traces")
+    file = a_run / "checkpoints" / "step-0000003" / "exits.json"
+    exits = strict_json(file.read_text())
+    assert set(exits["policies"]) == {"probe", "latent-kl"}
+    older = {**exits, "policies": {"probe": exits["policies"]["probe"]}}
+    file.write_text(json.dumps(older))
+    answer(run("study", "--out", a_run, "--resume", "--json"))
+    assert strict_json(file.read_text()) == exits
+    assert files(a_run / "traces") == traces
+    assert strict_json((a_run / "results.json").read_text()) == before
+
+
+@pytest.mark.usefixtures("no_plots")
 def test_a_study_killed_between_training_and_measuring_resumes(a_run):
     shutil.rmtree(a_run / "traces")
     for name in ("results.json", "report.html"):
@@ -226,7 +242,7 @@ def test_measuring_given_text(finished, tmp_path):
     assert made["traces"] == [str(tmp_path / "t" / "fresh")]
     trace = Trace(tmp_path / "t" / "fresh")
     assert made["tokens"] == [trace.n_tokens]
-    assert trace.policies == ["latent-change", "probe"]
+    assert trace.policies == ["cosine", "probe"]
     assert files(folder) == before, "measuring elsewhere changed the run"
 
 
@@ -277,7 +293,10 @@ def test_generated_text_is_what_the_tokens_say(finished):
     assert run("generate", folder, "Tom has", "--max-tokens", "5", "--depth", "2", "--json")
 
 
-@pytest.mark.parametrize("rule", ["kl:0.01,max=4", "latent-change:0.5,max=4", "probe:0.4,max=4"])
+@pytest.mark.parametrize(
+    "rule",
+    ["kl:0.01,max=4", "latent-change:0.5,max=4", "probe:0.4,max=4", "latent-kl:0.01,max=4"],
+)
 def test_generating_under_each_rule(finished, rule):
     made = answer(run("generate", finished[0], "a", "--max-tokens", 3, "--exit", rule, "--json"))
     assert made["rule"] == rule

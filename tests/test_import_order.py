@@ -14,7 +14,9 @@ import loopwise
 PACKAGE = Path(loopwise.__file__).parent
 # Imports go down this list only; neighbours on one line do not import each other.
 ORDER = """
+__main__
 cli
+calibrate
 study bench generate display
 settings
 server

@@ -18,6 +18,14 @@ COMPRESSIONS = (".gz", ".xz", ".zst")
 _CHUNK = 1 << 20
 
 
+def suffixes(path: Path) -> tuple[str, str]:
+    """``(".txt", ".gz")`` of ``a.txt.gz``, with an empty string where there is none."""
+    packed = path.suffix.lower()
+    if packed in COMPRESSIONS:
+        return Path(path.stem).suffix.lower(), packed
+    return packed, ""
+
+
 def lines_of(chunks: Iterator[bytes]) -> Iterator[bytes]:
     """Lines without their LF or CRLF; the last may lack one."""
     rest = b""

@@ -154,8 +154,25 @@ def replayed_points(
         point = score_point(
             depth, yardstick.loss[at], yardstick.argmax[at], yardstick, reads_logits
         )
-        points.append({"threshold": float(threshold), **point})
+        points.append({"threshold": float(threshold), "patience": rule.patience, **point})
     return points
+
+
+def swept_points(score: NDArray, rule: ExitRule, yardstick: Yardstick) -> list[dict[str, Any]]:
+    """The whole frontier of a policy by replay, loosest first.
+
+    Over thresholds; where the score says only yes or no, as that of ``argmax`` does, a threshold
+    has nothing to choose, and it is over the patience at its stricter value.
+    """
+    usable = score[:, : rule.max_depth]
+    values = np.unique(usable[np.isfinite(usable)]).tolist()
+    if len(values) > 2:
+        return replayed_points(score, rule, yardstick, spread_thresholds(score, rule))
+    return [
+        point
+        for patience in range(1, rule.max_depth)
+        for point in replayed_points(score, replace(rule, patience=patience), yardstick, values[:1])
+    ]
 
 
 def spread_thresholds(score: NDArray, rule: ExitRule, count: int = 24) -> list[float]:

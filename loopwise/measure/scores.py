@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,11 @@ from loopwise.exits.latent_kl import LatentKL
 from loopwise.exits.rule import ExitRule, build_policy
 from loopwise.measure.trace import Trace
 
+Fitted = Mapping[str, Any]
+Scores = NDArray[np.float32]
 
-def recorded_score(
-    trace: Trace, policy: str, fitted: Mapping[str, Any] | None = None
-) -> NDArray[np.float32]:
+
+def recorded_score(trace: Trace, policy: str, fitted: Fitted | None = None) -> Scores:
     """Score of every token after each recurrence, ``(tokens, horizon)``, lower is more settled.
 
     Scores that were recorded come first. Else they follow from the standard columns, for every
@@ -34,18 +35,8 @@ def recorded_score(
     """
     if policy in trace.policies:
         return trace[f"score.{policy}"]
-    if policy == "fixed":
-        return np.full((trace.n_tokens, trace.horizon), np.inf, dtype=np.float32)
-    if policy in _COLUMNS:
-        return trace[_COLUMNS[policy]]
-    if policy == "margin":
-        return np.asarray(1.0 - trace["margin"], dtype=np.float32)
-    if policy == "entropy":
-        return _after_first(np.abs(np.diff(trace["entropy"], axis=1)))
-    if policy == "argmax":
-        return _after_first(np.diff(trace["argmax"], axis=1) != 0)
-    if policy == "latent-kl":
-        return _predicted_kl(trace, fitted)
+    if policy in _FROM_COLUMNS:
+        return _FROM_COLUMNS[policy](trace, fitted or {})
     kind = "looks ahead" if EXITS[policy].reads is Reads.TRUTH else "was not recorded"
     raise TraceError(
         f"the score of {policy!r} {kind} in trace {str(trace.folder)!r} and follows from none of "
@@ -53,16 +44,41 @@ def recorded_score(
     )
 
 
-_COLUMNS = {"kl": "kl_prev", "latent-change": "change", "second-difference": "second"}
+def why_unknown(trace: Trace, policy: str, fitted: Fitted) -> str | None:
+    """Why :func:`recorded_score` cannot tell, with what to do; None where it can."""
+    if policy in trace.policies:
+        return None
+    if policy not in _FROM_COLUMNS:
+        return f"its score was not recorded; measure again with {policy} in measure.live_rules"
+    if policy == "latent-kl" and policy not in fitted:
+        return "it is not fitted to the checkpoint yet; measure the text of the run again"
+    return None
 
 
-def _after_first(scores: NDArray[Any]) -> NDArray[np.float32]:
+def follows_from_columns(policy: str) -> bool:
+    """Whether every trace tells the policy's score, so that recording it would say it twice."""
+    return policy in _FROM_COLUMNS
+
+
+def _after_first(scores: NDArray[Any]) -> Scores:
     """Scores from recurrence 2 on, with +inf before them."""
     return np.pad(scores.astype(np.float32), ((0, 0), (1, 0)), constant_values=np.inf)
 
 
-def _predicted_kl(trace: Trace, fitted: Mapping[str, Any] | None) -> NDArray[np.float32]:
+def _predicted_kl(trace: Trace, fitted: Fitted) -> Scores:
     policy = build_policy(ExitRule(policy="latent-kl"), fitted)
     assert isinstance(policy, LatentKL), "the table says so"
     change, second = (torch.from_numpy(trace[name]) for name in ("change", "second"))
     return policy.predict(change, second, torch.arange(1, trace.horizon + 1)).numpy()
+
+
+_FROM_COLUMNS: dict[str, Callable[[Trace, Fitted], Scores]] = {
+    "fixed": lambda t, _: np.full((t.n_tokens, t.horizon), np.inf, dtype=np.float32),
+    "kl": lambda t, _: t["kl_prev"],
+    "latent-change": lambda t, _: t["change"],
+    "second-difference": lambda t, _: t["second"],
+    "margin": lambda t, _: np.asarray(1.0 - t["margin"], dtype=np.float32),
+    "entropy": lambda t, _: _after_first(np.abs(np.diff(t["entropy"], axis=1))),
+    "argmax": lambda t, _: _after_first(np.diff(t["argmax"], axis=1) != 0),
+    "latent-kl": _predicted_kl,
+}

@@ -81,6 +81,23 @@ def legend(axes: Axes, columns: int = 1, **kwargs: Any) -> None:
     )
 
 
+def legend_below(axes: Axes, handles: list[Any], columns: int) -> None:
+    """A legend of some lines at the lower edge of the figure, in the room of its margin."""
+    axes.figure.legend(
+        handles=handles,
+        loc="lower left",
+        bbox_to_anchor=(0.06, 0.0),
+        fontsize=_PT["note"],
+        labelcolor="linecolor",
+        frameon=False,
+        ncols=columns,
+        handlelength=1.6,
+        columnspacing=1.2,
+        borderaxespad=0.3,
+        labelspacing=0.3,
+    )
+
+
 def end_labels(axes: Axes, labels: list[tuple[float, str, str]], gap_pt: float = 10.0) -> None:
     """Name lines at the right edge, pushed apart where they would overlap.
 

@@ -93,6 +93,18 @@ def rules(frontier: dict[str, Any]) -> list[str]:
     ]
 
 
+def headline_rules(frontier: dict[str, Any]) -> list[str]:
+    """Rules that were run live; all of them where none was."""
+    live = [n for n in rules(frontier) if "live" in frontier["policies"][n]]
+    return live or rules(frontier)
+
+
+def minor_rules(frontier: dict[str, Any]) -> list[str]:
+    """Rules that were judged by replay alone beside others that were run live."""
+    shown = headline_rules(frontier)
+    return [n for n in rules(frontier) if n not in shown]
+
+
 def budgets(frontier: dict[str, Any]) -> list[float]:
     """Budgets that were asked for, nats, loosest first."""
     return sorted({row["budget_nats"] for row in frontier["budgets"]}, reverse=True)

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from loopwise.report import facts, frontier_plots, plots, words
 from loopwise.report.depth_sections import Draw
-from loopwise.report.markup import Html, card, element, figures, paragraph, section, table
+from loopwise.report.markup import (
+    Html,
+    card,
+    details,
+    element,
+    figures,
+    paragraph,
+    section,
+    table,
+)
 from loopwise.report.palette import policy_style
 
 
@@ -23,8 +33,15 @@ def quality(frontiers: list[dict[str, Any]], draw: Draw) -> Html:
     )
     drawn = [_frontier_figures(f, draw) for f in frontiers]
     made = [part for of_one_kind in zip(*drawn, strict=True) for part in of_one_kind]
-    tables = [_frontier_table(f) for f in frontiers]
-    return section("Quality against depth and compute", "frontier", lead, *tables, figures(made))
+    tables = [part for f in frontiers for part in (_frontier_table(f), _minor_table(f))]
+    return section(
+        "Quality against depth and compute",
+        "frontier",
+        lead,
+        *tables,
+        figures(made),
+        *(_left_out(f) for f in frontiers),
+    )
 
 
 def probe(frontiers: list[dict[str, Any]], draw: Draw) -> Html:
@@ -51,6 +68,44 @@ def probe(frontiers: list[dict[str, Any]], draw: Draw) -> Html:
     head = ["corpus", "AUROC", "calibration error", "argmax still changes"]
     drawing = draw("calibration", plots.calibration(judged), caption)
     return section("Probe (A2)", "probe", figures([drawing]), table(head, rows))
+
+
+def predicted_kl(frontiers: list[dict[str, Any]]) -> Html:
+    """How well the latent rule predicts the KL that it stands for."""
+    name = "latent-kl"
+    judged = [
+        (f["corpus"], f["policies"][name]["judged"])
+        for f in frontiers
+        if f["policies"].get(name, {}).get("judged")
+    ]
+    if not judged:
+        return Html("")
+    rows = [
+        [corpus, words.number(j["r2"], 3), words.times(_factor(j["rms_log"])), *_ends(j)]
+        for corpus, j in judged
+    ]
+    lead = (
+        "Predicted KL to the previous recurrence against the KL itself, on text the rule was not "
+        "fitted on, recurrences 2 to the full depth. R²: of the logarithm. Typical error: the "
+        "factor that the root mean square error of the logarithm stands for. Tenth of tokens: the "
+        "KL, predicted / observed, of the most and the least settled tenth."
+    )
+    head = ["corpus", "R²", "typical error", "most settled tenth, nats", "least settled, nats"]
+    return section(
+        "Predicted KL (latent KL)", "predicted-kl", table(head, rows, text_columns=1, note=lead)
+    )
+
+
+def _factor(rms_log: float | None) -> float | None:
+    return None if rms_log is None else math.exp(rms_log)
+
+
+def _ends(judged: dict[str, Any]) -> list[str]:
+    rows = judged["calibration"]
+    return [
+        f"{words.small(row['predicted'])} / {words.small(row['observed'])}"
+        for row in (rows[0], rows[-1])
+    ]
 
 
 def rule_cards(frontiers: list[dict[str, Any]]) -> list[Html]:
@@ -83,8 +138,33 @@ def rule_cards(frontiers: list[dict[str, Any]]) -> list[Html]:
 
 
 def _frontier_table(f: dict[str, Any]) -> Html:
+    """Uniform depth, the rules that were run live, and the oracles."""
+    return _budget_table(f, leave_out=facts.minor_rules(f), note=_what_is_shown(f))
+
+
+def _minor_table(f: dict[str, Any]) -> Html:
+    """The rules that were judged by replay alone, folded away."""
+    minor = facts.minor_rules(f)
+    if not minor:
+        return Html("")
+    shown = [name for name in f["policies"] if name not in minor]
+    names = ", ".join(policy_style(name).label for name in minor)
+    return details(
+        f"{f['corpus']}: rules judged by replay alone ({names})", _budget_table(f, shown)
+    )
+
+
+def _left_out(f: dict[str, Any]) -> Html:
+    """Rules without a figure, and why; results of earlier versions name none."""
+    why = [f"{policy_style(n).label}: {text}." for n, text in f.get("left_out", {}).items()]
+    return paragraph(f"Left out on {f['corpus']}.", *why, css="note") if why else Html("")
+
+
+def _budget_table(f: dict[str, Any], leave_out: list[str], note: str = "") -> Html:
     rows, last = [], None
     for policy, meaning, budget, p in facts.budget_rows(f):
+        if policy in leave_out:
+            continue
         head = ["" if budget == last else f"{budget:g}", policy_style(policy).label, meaning]
         last = budget
         if p is None:
@@ -117,20 +197,24 @@ def _frontier_table(f: dict[str, Any]) -> Html:
         "cap",
         "of cap",
     ]
-    caption = (
+    return table(head, rows, text_columns=3, note=note)
+
+
+def _what_is_shown(f: dict[str, Any]) -> str:
+    return (
         f"{f['corpus']}: the shallowest point whose 95% interval lies within the budget of uniform "
         f"depth {f['max_depth']}. Gain: uniform depth of the same loss over mean depth. Compute: "
         f"share of uniform depth {f['max_depth']}, a reading of the logits charged at "
         f"{words.number(f['check_in_recurrences'])} recurrences. Cap: the largest speed-up that "
         "mean depth allows, checks free."
     )
-    return table(head, rows, text_columns=3, note=caption)
 
 
 def _frontier_figures(f: dict[str, Any], draw: Draw) -> list[Html]:
     live = facts.live_tokens(f)
     bars = "Bars: paired 95% intervals by blocks of text; dotted lines: the budgets."
     hollow = f" Hollow: live exits, on {live:,} tokens." if live else ""
+    hollow += " Thin: rules judged by replay alone." if facts.minor_rules(f) else ""
     corpus = f["corpus"]
     return [
         draw(

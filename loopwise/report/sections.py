@@ -44,6 +44,7 @@ def everything(
     if any(c["hops"] for c in looped):
         parts.append(depth_sections.hops(looped, draw))
     parts.append(frontier_sections.probe(frontiers, draw))
+    parts.append(frontier_sections.predicted_kl(frontiers))
     if looped:
         parts += [depth_sections.loss_optimal(looped), beside_paper(results)]
     return parts

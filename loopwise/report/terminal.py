@@ -86,14 +86,14 @@ def _policy_table(frontier: dict[str, Any]) -> Table:
         table.add_column(name, no_wrap=True)
     for name in ("depth", "delta nats", "gain", "compute", "cap"):
         table.add_column(name, justify="right", no_wrap=True)
-    last = None
+    last, minor = None, facts.minor_rules(frontier)
     for policy, meaning, budget, point in facts.budget_rows(frontier):
         if last not in (None, budget):
             table.add_section()
         head = "" if budget == last else f"{budget:g}", policy_style(policy).label, meaning
-        last = budget
+        last, style = budget, "dim" if policy in minor else None
         if point is None:
-            table.add_row(*head, "not met", *[words.DASH] * 4)
+            table.add_row(*head, "not met", *[words.DASH] * 4, style=style)
             continue
         table.add_row(
             *head,
@@ -102,5 +102,6 @@ def _policy_table(frontier: dict[str, Any]) -> Table:
             words.number(point["allocation_gain"]),
             words.percent(point["charged_share"]),
             f"{words.number(point['cap'])}x",
+            style=style,
         )
     return table

@@ -1,4 +1,4 @@
-"""The allocation stage: every policy's frontier on one trace, replayed and live."""
+"""The allocation stage: every rule's frontier on one trace, replayed, and live for some."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from numpy.typing import NDArray
 
 from loopwise.data import TokenBatch
 from loopwise.errors import TraceError
+from loopwise.exits import EXITS
 from loopwise.exits.base import Reads
 from loopwise.exits.rule import ExitRule, build_policy
 from loopwise.measure.convergence import argmax_final_depth
 from loopwise.measure.frontier import (
     Yardstick,
     depth_at_budget,
-    replayed_points,
     score_point,
-    spread_thresholds,
+    swept_points,
     uniform_points,
 )
+from loopwise.measure.latent_kl_fit import judge_latent_kl
 from loopwise.measure.live import run_live
 from loopwise.measure.probe_fit import judge_probe
+from loopwise.measure.scores import Scores, recorded_score, why_unknown
 from loopwise.measure.trace import Trace
 from loopwise.models.checkpoint import Checkpoint
 from loopwise.models.costs import flops_per_token
@@ -32,12 +34,16 @@ from loopwise.settings import MeasureConfig
 Event = dict[str, Any]
 BUDGETS_NATS = (0.001, 0.01)
 MEANINGS = ("uniform", "replayed", "live")
+_DECIDES = (Reads.LATENT, Reads.LOGITS)  # neither uniform depth nor an oracle
 
 
 def frontier_stage(
     trace: Trace, checkpoint: Checkpoint, config: MeasureConfig, emit: Callable[[Event], None]
 ) -> dict[str, Any]:
-    """Every policy's frontier: replayed at all thresholds, live at some of them.
+    """Every rule's frontier: replayed at all thresholds, live rules live at some of them.
+
+    A rule that this trace and this checkpoint cannot judge is named under ``left_out`` with the
+    reason, and warned of where it was to run live.
 
     Raises:
         TraceError: the trace was taken of other weights.
@@ -52,23 +58,44 @@ def frontier_stage(
     max_depth = max(1, min(round(mean), trace.horizon))
     yardstick = Yardstick.of(trace, max_depth, costs)
     policies: dict[str, Any] = {"fixed": {"uniform": uniform_points(yardstick)}}
+    left_out: dict[str, str] = {}
     if max_depth > 1:
-        policies |= _oracles(trace, yardstick)
+        fitted = checkpoint.fitted_policies()
+        names = [name for name in EXITS if EXITS[name].reads in _DECIDES]
+        reasons = {name: why_unknown(trace, name, fitted) for name in names}
+        left_out = {name: why for name, why in reasons.items() if why is not None}
         live = _LiveRuns(trace, checkpoint, yardstick, config, emit)
-        for name in ("kl", *trace.policies):
-            score = trace["kl_prev"] if name == "kl" else trace[f"score.{name}"]
-            rule = ExitRule(policy=name, max_depth=max_depth)
-            points = replayed_points(score, rule, yardstick, spread_thresholds(score, rule))
-            policies[name] = {"replayed": points, "live": live.points(rule, points)}
-    if "probe" in policies:
-        policies["probe"]["judged"] = _judge(trace, max_depth)
+        policies |= _oracles(trace, yardstick)
+        policies |= {
+            name: _frontier(name, recorded_score(trace, name, fitted), trace, yardstick, live)
+            for name in names
+            if name not in left_out
+        }
+    for name in config.live_rules:
+        if name in left_out:
+            emit({"event": "warning", "text": f"{name} is left out: {left_out[name]}"})
     return {
         "corpus": trace.header["corpus"],
         "max_depth": max_depth,
         "check_in_recurrences": costs.check_in_recurrences,
         "policies": policies,
+        "left_out": left_out,
         "budgets": _budgets(policies),
     }
+
+
+def _frontier(
+    name: str, score: Scores, trace: Trace, yardstick: Yardstick, live: _LiveRuns
+) -> dict[str, Any]:
+    """One rule: its sweep replayed, some of it live for a live rule, its predictions judged."""
+    rule = ExitRule(policy=name, max_depth=yardstick.max_depth)
+    points = swept_points(score, rule, yardstick)
+    out: dict[str, Any] = {"replayed": points}
+    if name in live.config.live_rules:
+        out["live"] = live.points(rule, points)
+    if name in _JUDGES:
+        out["judged"] = _JUDGES[name](trace, score[:, : yardstick.max_depth])
+    return out
 
 
 def _oracles(trace: Trace, yardstick: Yardstick) -> dict[str, Any]:
@@ -80,14 +107,12 @@ def _oracles(trace: Trace, yardstick: Yardstick) -> dict[str, Any]:
     score = trace["kl_last"]
     return {
         "oracle": {"replayed": [{"threshold": None, **argmax}]},
-        "oracle-kl": {
-            "replayed": replayed_points(score, rule, yardstick, spread_thresholds(score, rule))
-        },
+        "oracle-kl": {"replayed": swept_points(score, rule, yardstick)},
     }
 
 
 class _LiveRuns:
-    """Runs thresholds again with frozen entries, on the first blocks of a trace."""
+    """Runs rules again with frozen entries, on the first blocks of a trace."""
 
     def __init__(
         self,
@@ -113,12 +138,13 @@ class _LiveRuns:
     def points(self, rule: ExitRule, replayed: Sequence[Event]) -> list[Event]:
         """Live twins of some replayed points: spread evenly, and where the budgets are met."""
         policy = build_policy(rule, self.checkpoint.fitted_policies())
-        thresholds = self._pick(replayed)
+        picked = self._pick(replayed)
         stage = f"live exits, {rule.policy}"
         out: list[Event] = []
-        for threshold in thresholds:
-            self._report(stage, len(out), len(thresholds))
-            at = replace(rule, threshold=threshold)
+        for twin in picked:
+            self._report(stage, len(out), len(picked))
+            swept = {name: twin[name] for name in ("threshold", "patience")}
+            at = replace(rule, **swept)
             result = run_live(self.checkpoint.model, self.batches, at, policy)
             point = score_point(
                 result.exit_depth.numpy(),
@@ -127,11 +153,11 @@ class _LiveRuns:
                 self.yardstick,
                 policy.reads is Reads.LOGITS,
             )
-            out.append({"threshold": threshold, "tokens": len(result.loss), **point})
-        self._report(stage, len(out), len(thresholds))
+            out.append({**swept, "tokens": len(result.loss), **point})
+        self._report(stage, len(out), len(picked))
         return out
 
-    def _pick(self, replayed: Sequence[Event]) -> list[float]:
+    def _pick(self, replayed: Sequence[Event]) -> list[Event]:
         count = min(self.config.live_thresholds, len(replayed))
         picked = {round(i) for i in np.linspace(0, len(replayed) - 1, count)}
         for budget in BUDGETS_NATS:
@@ -139,7 +165,7 @@ class _LiveRuns:
             if point is not None:  # live may need a stricter threshold than replayed
                 at = list(replayed).index(point)
                 picked |= set(range(at, min(at + 3, len(replayed))))
-        return [replayed[i]["threshold"] for i in sorted(picked)]
+        return [replayed[i] for i in sorted(picked)]
 
     def _report(self, stage: str, done: int, total: int) -> None:
         self.emit({"event": "progress", "stage": stage, "done": done, "total": total})
@@ -155,12 +181,19 @@ def _slice(blocks: TokenBatch, first: int, last: int) -> TokenBatch:
     )
 
 
-def _judge(trace: Trace, max_depth: int) -> dict[str, Any]:
-    """The probe's predictions against what happened, on text it was not fitted on."""
+def _judge_probe(trace: Trace, score: Scores) -> dict[str, Any]:
+    """Predictions ``(tokens, max_depth)`` against what happened, on text not fitted on."""
     differs: NDArray[np.bool_] = trace["argmax"] != trace["argmax"][:, -1:]
     changes_later = np.maximum.accumulate(differs[:, ::-1], axis=1)[:, ::-1]
-    score = trace["score.probe"]
-    return judge_probe(score[:, :max_depth].ravel(), changes_later[:, :max_depth].ravel())
+    return judge_probe(score.ravel(), changes_later[:, : score.shape[1]].ravel())
+
+
+def _judge_latent_kl(trace: Trace, score: Scores) -> dict[str, Any]:
+    """Predicted KL ``(tokens, max_depth)`` against the KL itself, on text not fitted on."""
+    return judge_latent_kl(score, trace["kl_prev"][:, : score.shape[1]])
+
+
+_JUDGES = {"probe": _judge_probe, "latent-kl": _judge_latent_kl}  # what predicts can be wrong
 
 
 def _budgets(policies: dict[str, Any]) -> list[Event]:

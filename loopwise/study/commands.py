@@ -25,7 +25,7 @@ from loopwise.settings import (
     resolved_table,
 )
 from loopwise.study.allocating import frontier_stage
-from loopwise.study.measuring import measure_stage, plan_corpora
+from loopwise.study.measuring import fit_stage, measure_stage, plan_corpora
 from loopwise.study.results import collect_results, write_results
 from loopwise.study.texts import read_corpora, read_texts
 from loopwise.study.training import Prepared, prepare, train_stage
@@ -53,6 +53,8 @@ def run_study(asked: Asked, folder: Path, emit: Emit, resume: bool = False) -> E
         traces_folder = folder / "traces"
         traces = measure_stage(checkpoint, prepared.corpora, config.measure, traces_folder, emit)
         checkpoint = _load(folder, config.measure)
+    else:  # traces of an earlier version: rules that came since are fitted on what others were
+        checkpoint = fit_stage(checkpoint, prepared.corpora, config.measure, emit)
     frontiers = [frontier_stage(t, checkpoint, config.measure, emit) for t in traces]
     results = collect_results(checkpoint, traces, frontiers, config)
     write_results(folder, results)

@@ -1,20 +1,27 @@
-"""The measuring stage: a frozen model and text in, a fitted probe and traces out."""
+"""The measuring stage: a frozen model and text in, fitted exit rules and traces out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from loopwise.data import Document, PackedBlocks, TokenBatch, load_or_tokenize
 from loopwise.errors import DataError
-from loopwise.exits.base import ExitPolicy
-from loopwise.exits.latent_change import LatentChange
+from loopwise.exits import EXITS
+from loopwise.exits.base import ExitPolicy, Reads
+from loopwise.exits.latent_kl import LatentKL
 from loopwise.exits.probe import Probe
+from loopwise.exits.rule import ExitRule, build_policy
 from loopwise.measure.evaluate import batches
+from loopwise.measure.latent_kl_fit import fit_latent_kl
 from loopwise.measure.probe_fit import fit_probe, probe_examples
-from loopwise.measure.trace import Trace, TraceInfo, write_trace
+from loopwise.measure.scores import follows_from_columns
+from loopwise.measure.trace import Trace, TraceInfo, trace_batch, write_trace
 from loopwise.models.checkpoint import Checkpoint, write_exits
 from loopwise.settings import MeasureConfig
 from loopwise.study.texts import cache_folder, document_hash
@@ -26,7 +33,7 @@ Emit = Callable[[Event], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """What of a corpus the probe is fitted on, and what is measured; no document is in both."""
+    """What of a corpus rules are fitted on, and what is measured; no document is in both."""
 
     fit: list[Document]
     measured: PackedBlocks
@@ -42,22 +49,28 @@ def plan_corpora(
     """Divide each corpus, and refuse what is too small before any work.
 
     Args:
-        fitted_on: hashes of the documents a probe was fitted on already; None where it is yet to
-            be fitted, on the first documents of each corpus.
+        fitted_on: hashes of the documents rules were fitted on already; None where none was yet,
+            and it will be on the first documents of each corpus.
     Raises:
         DataError: too little text.
     """
-    fits: dict[str, list[Document]] = {name: [] for name in corpora}
     seen = set(fitted_on or ())
     if fitted_on is None:
-        for name, documents in corpora.items():
-            fits[name] = _first_documents(documents, config.fit_tokens, name, tokenizer)
-            seen |= {document_hash(d) for d in fits[name]}
+        fits = {
+            name: _first_documents(documents, config.fit_tokens, name, tokenizer)
+            for name, documents in corpora.items()
+        }
+        seen = {document_hash(d) for of_one in fits.values() for d in of_one}
+    else:
+        fits = {
+            name: [d for d in documents if document_hash(d) in seen]
+            for name, documents in corpora.items()
+        }
     plans = {}
     for name, documents in corpora.items():
         fresh = [d for d in documents if document_hash(d) not in seen]
         if not fresh:
-            raise DataError(f"all text of {name!r} was used to fit the probe; give other text")
+            raise DataError(f"all text of {name!r} was used to fit exit rules; give other text")
         plans[name] = Plan(fits[name], _blocks(fresh, tokenizer, seq))
     return plans
 
@@ -69,26 +82,20 @@ def measure_stage(
     folder: Path,
     emit: Emit,
 ) -> list[Trace]:
-    """Fit the probe where the checkpoint has none, then trace each corpus.
+    """Fit what the checkpoint lacks, then trace each corpus.
 
-    The probe is fitted on the first documents of each corpus; those are never measured, now or in
-    any later measurement of this checkpoint.
+    Rules are fitted on the first documents of each corpus; those are never measured, now or in any
+    later measurement of this checkpoint.
 
     Args:
         corpora: held-out documents by name.
         folder: gets one trace folder per corpus.
     """
     model, seq = checkpoint.model, block_length(checkpoint)
-    horizon = min(config.horizon, model.geometry.max_depth or config.horizon)
+    horizon = _horizon(checkpoint, config)
     _warn_past_training(checkpoint, horizon, emit)
-    to_fit = horizon > 1 and "probe" not in checkpoint.fitted_policies()
-    fitted_on = None if to_fit else checkpoint.exits.get("fitted_on", [])
-    plans = plan_corpora(corpora, checkpoint.tokenizer, seq, config, fitted_on)
-    if to_fit:
-        checkpoint = _fit_probe(checkpoint, plans, horizon, config, emit)
-    policies: list[ExitPolicy] = [LatentChange()]
-    if "probe" in checkpoint.fitted_policies():
-        policies.append(Probe.from_state(checkpoint.fitted_policies()["probe"]))
+    checkpoint, plans = _fit_missing(checkpoint, corpora, config, emit)
+    policies = _policies_to_record(checkpoint, config) if horizon > 1 else []
     traces = []
     for name, plan in plans.items():
         info = TraceInfo(
@@ -118,35 +125,101 @@ def measure_stage(
     return traces
 
 
+def fit_stage(
+    checkpoint: Checkpoint, corpora: dict[str, list[Document]], config: MeasureConfig, emit: Emit
+) -> Checkpoint:
+    """Fit what the checkpoint lacks of the fitted rules, and store it with the checkpoint.
+
+    What comes later is fitted on the documents the first rule was fitted on and on no others, so
+    that no trace of this checkpoint, however old, holds text that a rule has seen.
+    """
+    return _fit_missing(checkpoint, corpora, config, emit)[0]
+
+
 def block_length(checkpoint: Checkpoint) -> int:
     """Tokens of the blocks a checkpoint was trained on."""
     return int(checkpoint.training.get("seq", 256))
 
 
-def _fit_probe(
-    checkpoint: Checkpoint,
-    plans: dict[str, Plan],
-    horizon: int,
-    config: MeasureConfig,
-    emit: Emit,
-) -> Checkpoint:
-    """Fit A2 on the first documents of each corpus and store it with the checkpoint."""
-    emit({"event": "progress", "stage": "fitting the probe", "done": 0, "total": 1})
+def _horizon(checkpoint: Checkpoint, config: MeasureConfig) -> int:
+    return min(config.horizon, checkpoint.model.geometry.max_depth or config.horizon)
+
+
+def _fit_missing(
+    checkpoint: Checkpoint, corpora: dict[str, list[Document]], config: MeasureConfig, emit: Emit
+) -> tuple[Checkpoint, dict[str, Plan]]:
+    """The checkpoint with every fitted rule it can have, and the corpora divided."""
+    fitted, horizon = checkpoint.fitted_policies(), _horizon(checkpoint, config)
+    missing = [name for name in _FITS if name not in fitted] if horizon > 1 else []
+    to_begin = bool(missing) and not fitted
+    fitted_on = None if to_begin else checkpoint.exits.get("fitted_on", [])
     seq = block_length(checkpoint)
-    limit = max(1, config.fit_tokens // seq)
+    plans = plan_corpora(corpora, checkpoint.tokenizer, seq, config, fitted_on)
+    here = [document_hash(d) for plan in plans.values() for d in plan.fit]
+    if missing and fitted_on is not None and (not here or set(fitted_on) != set(here)):
+        text = (
+            f"no fit of {', '.join(missing)}: it takes the documents that {', '.join(fitted)} was "
+            "fitted on, and they are not all here; measure that text to get it"
+        )
+        emit({"event": "warning", "text": text})
+        missing = []
+    if not missing:
+        return checkpoint, plans
+    parts = _fit_batches(plans, checkpoint.tokenizer, seq, config)
+    states = dict(fitted)
+    for name in missing:
+        emit({"event": "progress", "stage": f"fitting {name}", "done": 0, "total": 1})
+        states[name] = _FITS[name](checkpoint, parts, horizon).to_state()
+        emit({"event": "progress", "stage": f"fitting {name}", "done": 1, "total": 1})
+    exits = {"policies": states, "fitted_on": here if fitted_on is None else fitted_on}
+    return write_exits(checkpoint, {**checkpoint.exits, **exits}), plans
 
-    def parts() -> Iterator[TokenBatch]:
-        for plan in plans.values():
-            yield from batches(_blocks(plan.fit, checkpoint.tokenizer, seq), config.batch, limit)
 
+def _fit_batches(
+    plans: dict[str, Plan], tokenizer: Tokenizer, seq: int, config: MeasureConfig
+) -> list[TokenBatch]:
+    limit = max(1, config.fit_tokens // seq)  # blocks of each corpus
+    parts: list[TokenBatch] = []
+    for plan in plans.values():
+        if plan.fit:
+            parts += batches(_blocks(plan.fit, tokenizer, seq), config.batch, limit)
+    return parts
+
+
+def _fit_probe(checkpoint: Checkpoint, parts: list[TokenBatch], horizon: int) -> Probe:
     max_depth = min(round(checkpoint.trained_mean_depth or horizon), horizon)
-    latents, labels = probe_examples(checkpoint.model, parts(), horizon, max_depth)
-    exits = {
-        "policies": {"probe": fit_probe(latents, labels).to_state()},
-        "fitted_on": [document_hash(d) for plan in plans.values() for d in plan.fit],
-    }
-    emit({"event": "progress", "stage": "fitting the probe", "done": 1, "total": 1})
-    return write_exits(checkpoint, {**checkpoint.exits, **exits})
+    return fit_probe(*probe_examples(checkpoint.model, parts, horizon, max_depth))
+
+
+def _fit_latent_kl(checkpoint: Checkpoint, parts: list[TokenBatch], horizon: int) -> LatentKL:
+    with torch.no_grad():
+        traced = [trace_batch(checkpoint.model, batch, horizon) for batch in parts]
+    change, second, kl = (
+        torch.cat([columns[name] for columns in traced]).numpy()
+        for name in ("change", "second", "kl_prev")
+    )
+    return fit_latent_kl(change, second, kl, np.arange(1, horizon + 1))
+
+
+_FITS: dict[str, Callable[[Checkpoint, list[TokenBatch], int], Probe | LatentKL]] = {
+    "probe": _fit_probe,
+    "latent-kl": _fit_latent_kl,
+}
+
+
+def _policies_to_record(checkpoint: Checkpoint, config: MeasureConfig) -> list[ExitPolicy]:
+    """Rules whose score the standard columns do not tell, where recording it is cheap or asked for.
+
+    A score over d_model adds nothing that could be measured to the time of tracing. One that reads
+    the logits takes further passes over the vocabulary at every recurrence (min-p-kl: 1.5 times
+    the time at vocabularies of 1,024 and 4,096), so it is recorded for live rules alone.
+    """
+    return [
+        build_policy(ExitRule(policy=name), checkpoint.fitted_policies())
+        for name in EXITS
+        if not follows_from_columns(name)
+        and (EXITS[name].reads is Reads.LATENT or name in config.live_rules)
+    ]
 
 
 def _first_documents(
@@ -155,7 +228,7 @@ def _first_documents(
     """Documents from the start that hold about ``tokens``, at most half of them."""
     if len(documents) < 2:
         raise DataError(
-            f"{name!r} is one document: too little to fit a probe on one part and measure on "
+            f"{name!r} is one document: too little to fit exit rules on one part and measure on "
             "another; give more text, or cut it with --set data.read.max_document_chars=2000"
         )
     taken: list[Document] = []

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +26,7 @@ from loopwise.train.metrics import MetricLog
 from loopwise.train.optim import OptimConfig, Optimizer, lr_factor
 from loopwise.train.recurrence import DepthConfig, DepthSampler
 from loopwise.train.resume import clean_leftovers, load_step, save_step
+from loopwise.train.stopping import Interrupted, StopSignal
 
 Event = dict[str, Any]
 
@@ -75,14 +73,6 @@ class TrainConfig:
             raise ConfigError(f"train.seq={self.seq} must be at least 2")
         if self.workers < 0:
             raise ConfigError(f"train.workers={self.workers} must not be negative")
-
-
-class Interrupted(Exception):
-    """A signal asked the run to stop; its state is saved at ``step``."""
-
-    def __init__(self, step: int, signal_name: str) -> None:
-        super().__init__(f"stopped by {signal_name} after step {step}; resume to go on")
-        self.step = step
 
 
 class Trainer:
@@ -140,7 +130,7 @@ class Trainer:
         self.last_loss = math.nan
         self._first_of_run = True
         self._on_event = on_event or (lambda event: None)
-        self._signal: str | None = None
+        self._stop = StopSignal()
 
     @property
     def tokens_per_step(self) -> int:
@@ -193,7 +183,7 @@ class Trainer:
         estimate = self.estimate()
         self.peak = estimate["matmul_peak_flops"]
         self._emit(estimate)
-        with self._signals():
+        with self._stop.watched():
             try:
                 self._steps()
                 losses = self._evaluate()
@@ -366,31 +356,9 @@ class Trainer:
         self._on_event(event)
 
     def _stop_if_asked(self) -> None:
-        if self._signal:
+        if self._stop.name:
             self.optimizer.zero_grad()
-            raise Interrupted(self.step, self._signal)
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Turn the first SIGTERM or SIGINT into a saved stop; a second one acts as usual."""
-        usual: dict[signal.Signals, Any] = {}
-
-        def note(number: int, frame: object) -> None:
-            self._signal = signal.Signals(number).name
-            restore()
-
-        def restore() -> None:
-            for each, handler in usual.items():
-                signal.signal(each, handler)
-
-        # Outside the main thread signals belong to somebody else.
-        if threading.current_thread() is threading.main_thread():
-            for each in (signal.SIGTERM, signal.SIGINT):
-                usual[each] = signal.signal(each, note)
-        try:
-            yield
-        finally:
-            restore()
+            raise Interrupted(self.step, self._stop.name)
 
 
 def _make_optimizer(model: LoopedLM, config: OptimConfig, dtype: torch.dtype) -> Optimizer:

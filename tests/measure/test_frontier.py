@@ -18,6 +18,7 @@ from loopwise.measure.frontier import (
     replayed_points,
     score_point,
     spread_thresholds,
+    swept_points,
     uniform_points,
 )
 from loopwise.models.costs import Costs
@@ -277,3 +278,19 @@ def test_depth_at_budget_takes_the_shallowest_sure_point():
     assert depth_at_budget(points, 0.0) is points[3]
     assert depth_at_budget(points, -1.0) is None
     assert depth_at_budget([], 0.01) is None
+
+
+def test_a_sweep_is_over_thresholds_unless_the_score_says_yes_or_no():
+    line = yardstick([4.0, 3.0, 2.0, 1.0])
+    graded = np.tile(np.float32([np.inf, 0.3, 0.2, 0.1]), (len(line.loss), 1))
+    points = swept_points(graded, rule(max_depth=4), line)
+    assert points == replayed_points(
+        graded, rule(max_depth=4), line, spread_thresholds(graded, rule(max_depth=4))
+    )
+    answers = np.tile(np.float32([np.inf, 1, 0, 0]), (len(line.loss), 1))
+    points = swept_points(answers, rule(max_depth=4), line)
+    assert [(p["threshold"], p["patience"], p["mean_depth"]) for p in points] == [
+        (0.0, 1, 3.0),
+        (0.0, 2, 4.0),
+        (0.0, 3, 4.0),
+    ]

@@ -10,7 +10,7 @@ from loopwise.exits import EXITS
 from loopwise.exits.base import Reads
 from loopwise.exits.rule import ExitRule, build_policy
 from loopwise.measure.latent_kl_fit import fit_latent_kl
-from loopwise.measure.scores import recorded_score
+from loopwise.measure.scores import follows_from_columns, recorded_score, why_unknown
 from loopwise.measure.trace import Trace, TraceInfo, write_trace
 from tests.conftest import make_blocks, make_model
 
@@ -59,6 +59,22 @@ def test_what_no_column_knows_is_refused(traces, name):
     bare, _, fitted = traces
     with pytest.raises(TraceError, match=f"'{name}' was not recorded.*measure again"):
         recorded_score(bare, name, fitted)
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_why_a_score_is_unknown_is_said_where_it_would_be_refused(traces, name):
+    bare, full, fitted = traces
+    for trace in (bare, full):
+        for known in (fitted, {}):
+            try:
+                recorded_score(trace, name, known)
+                found = True
+            except (ExitError, TraceError):
+                found = False
+            why = why_unknown(trace, name, known)
+            assert (why is None) is found
+            assert why is None or "measure" in why, "a reason comes with what to do"
+    assert follows_from_columns(name) is (name in DERIVED)
 
 
 def test_an_oracle_has_no_recorded_score(traces):

@@ -13,10 +13,13 @@ import pytest
 from rich.console import Console
 
 from loopwise.errors import RunFolderError
+from loopwise.exits import EXITS
 from loopwise.report import facts, summary_table, verdict, words, write_report
+from loopwise.report.palette import SHADES, in_order, policy_style
 
 HORIZON, FULL = 32, 8
 CORPORA = ("tales", "books")
+MINOR = ("entropy", "argmax", "margin", "cosine", "second-difference")  # judged by replay alone
 Results = dict[str, Any]
 
 
@@ -131,6 +134,11 @@ def frontier(corpus: str, full: int = FULL) -> dict[str, Any]:
         "calibration": [{"predicted": x, "observed": x * 0.9, "share": 0.5} for x in (0.1, 0.8)],
         "calibration_error": 0.033,
     }
+    predicted = {
+        "r2": 0.876,
+        "rms_log": math.log(1.75),
+        "calibration": [{"predicted": 10.0**-n, "observed": 3 * 10.0**-n} for n in (5, 3, 1)],
+    }
     policies: dict[str, Any] = {
         "fixed": {"uniform": [point(float(d), None) for d in range(1, full + 1)]},
         "oracle": {"replayed": [point(1.9, None)]},
@@ -138,15 +146,20 @@ def frontier(corpus: str, full: int = FULL) -> dict[str, Any]:
         "kl": {"replayed": rule, "live": live},
         "latent-change": {"replayed": rule, "live": live},
         "probe": {"replayed": rule, "live": live, "judged": judged},
+        "latent-kl": {"replayed": rule, "live": live, "judged": predicted},
+        **{name: {"replayed": rule} for name in MINOR},
     }
     rows = [("fixed", "uniform"), ("oracle", "replayed"), ("kl", "replayed"), ("kl", "live")]
+    rows += [(name, "replayed") for name in MINOR]
     met = {("kl", "replayed"): point(5.4321, reads=True), ("kl", "live"): point(5.8765, reads=True)}
     met["fixed", "uniform"] = point(6.0, None)
+    met["margin", "replayed"] = point(7.1357, reads=True)
     return {
         "corpus": corpus,
         "max_depth": full,
         "check_in_recurrences": 0.76,
         "policies": policies,
+        "left_out": {"min-p-kl": "its score was not recorded; measure again"},
         "budgets": [
             {"policy": p, "meaning": m, "budget_nats": b, "point": met.get((p, m))}
             for p, m in rows
@@ -353,7 +366,8 @@ def test_missing_pieces_are_left_out_or_named(tmp_path: Path) -> None:
     c["contraction"]["rate"] = None
     c["curves"]["kl_prev"]["mean"] = [None] * HORIZON
     del one["policies"]["probe"]
-    for name in ("kl", "latent-change"):
+    del one["policies"]["latent-kl"]["judged"]
+    for name in ("kl", "latent-change", "margin"):
         one["policies"][name] = {"replayed": [], "live": []}
     for row in one["budgets"]:
         row["point"] = None
@@ -369,13 +383,65 @@ def test_missing_pieces_are_left_out_or_named(tmp_path: Path) -> None:
 def test_an_unknown_policy_and_a_probe_of_one_class_are_shown(tmp_path: Path) -> None:
     results = make_results("tales")
     one = results["frontiers"][0]
-    one["policies"]["margin"] = copy.deepcopy(one["policies"]["kl"])
+    one["policies"]["newcomer"] = copy.deepcopy(one["policies"]["kl"])
     one["policies"]["probe"]["judged"]["auroc"] = None
-    row = {"policy": "margin", "meaning": "live", "budget_nats": 0.01, "point": point(3.21)}
+    row = {"policy": "newcomer", "meaning": "live", "budget_nats": 0.01, "point": point(3.21)}
     one["budgets"].append(row)
     text = Page(write_run(tmp_path, results).read_text(encoding="utf-8")).text
-    assert "margin" in text
+    assert "newcomer" in text
     assert "3.21" in text
+
+
+def test_every_rule_of_the_table_has_a_look_of_its_own() -> None:
+    """Apart by colour, by marker and by name, in whatever figure they meet."""
+    names = [*EXITS, "oracle-kl"]
+    styles = [policy_style(name) for name in names]
+    for part in ("colour", "marker", "label"):
+        assert len({getattr(s, part) for s in styles}) == len(names), part
+    assert {s.colour for s in styles} <= {light for light, _ in SHADES.values()}, "dark mode"
+    assert len({light for light, _ in SHADES.values()}) == len(SHADES)
+    order = in_order(names[::-1])
+    assert sorted(order) == sorted(names)
+    assert order[:2] == ["fixed", "kl"]
+    assert order[-2:] == ["oracle", "oracle-kl"] or order[-2:] == ["oracle-kl", "oracle"]
+
+
+def test_rules_that_ran_live_stand_in_front(tmp_path: Path) -> None:
+    """The others are drawn, tabled under a fold, and do not take the room of the headline."""
+    results = make_results("tales")
+    one = results["frontiers"][0]
+    assert facts.headline_rules(one) == ["kl", "latent-kl", "latent-change", "probe"]
+    assert set(facts.minor_rules(one)) == set(MINOR)
+    html = write_run(tmp_path, results).read_text(encoding="utf-8")
+    quality = html[html.index('id="frontier"') :]
+    folded = re.search(r"<details>.*?</details>", quality, re.DOTALL)
+    assert folded is not None
+    assert "7.14" in folded[0] and "A1 KL" not in folded[0]
+    open_table = quality[: folded.start()]
+    assert "5.43" in open_table and "margin" not in open_table
+    for name in MINOR:
+        assert policy_style(name).label in folded[0]
+    for drawing in re.findall(r"<svg.*?</svg>", quality, re.DOTALL)[:3]:
+        assert all(f"{policy_style(name).label}<" in drawing for name in (*MINOR, "latent-kl"))
+    assert "min-p-kl: its score was not recorded" in Page(html).text
+
+
+def test_results_of_before_there_were_replayed_rules_still_read(tmp_path: Path) -> None:
+    results = make_results("tales")
+    one = results["frontiers"][0]
+    del one["left_out"], one["policies"]["latent-kl"]
+    for name in MINOR:
+        del one["policies"][name]
+    one["budgets"] = [b for b in one["budgets"] if b["policy"] not in MINOR]
+    html = write_run(tmp_path, results).read_text(encoding="utf-8")
+    assert "replay alone" not in html and "Left out" not in html and "Predicted KL" not in html
+
+
+def test_the_predicted_kl_is_shown_beside_the_kl(html: str) -> None:
+    text = Page(html).text
+    assert "Predicted KL (latent KL)" in text
+    for figure in ("0.876", f"1.75{words.TIMES}", "1.0e-5 / 3.0e-5", "1.0e-1 / 3.0e-1"):
+        assert figure in text
 
 
 def test_the_terminal_shows_the_figures() -> None:

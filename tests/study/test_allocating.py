@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,11 @@ from loopwise.data import generate
 from loopwise.errors import TraceError
 from loopwise.exits import EXITS
 from loopwise.exits.base import Reads
+from loopwise.exits.rule import ExitRule
 from loopwise.measure.convergence import argmax_final_depth
+from loopwise.measure.frontier import replay
+from loopwise.measure.latent_kl_fit import KL_FLOOR
+from loopwise.measure.scores import recorded_score
 from loopwise.measure.trace import Trace
 from loopwise.models.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from loopwise.models.costs import flops_per_token
@@ -25,7 +30,13 @@ from loopwise.tokenizer import ByteTokenizer
 from tests.conftest import make_model
 
 CONFIG = MeasureConfig(
-    horizon=6, tokens=1000, fit_tokens=600, live_tokens=200, live_thresholds=2, batch=2
+    horizon=6,
+    tokens=1000,
+    fit_tokens=600,
+    live_tokens=200,
+    live_thresholds=2,
+    batch=2,
+    live_rules=("kl", "latent-change", "probe", "latent-kl", "min-p-kl", "argmax"),
 )
 
 
@@ -55,10 +66,66 @@ def test_every_rule_of_the_table_is_there_in_its_meanings(measured):
     for name in EXITS:
         if name == "fixed":
             continue
-        truth = EXITS[name].reads is Reads.TRUTH
-        assert ("live" in policies[name]) is not truth, "an oracle has no live meaning"
+        assert ("live" in policies[name]) is (name in CONFIG.live_rules)
         assert policies[name]["replayed"]
+    assert frontier["left_out"] == {}
     json.dumps(frontier, allow_nan=False)
+
+
+def test_a_rule_scores_in_replay_as_the_policy_does(measured):
+    """The scores behind a frontier are the policy's own: the loosest threshold is one of them."""
+    trace, checkpoint, frontier = measured
+    for name, kinds in frontier["policies"].items():
+        if name not in EXITS or EXITS[name].reads not in (Reads.LATENT, Reads.LOGITS):
+            continue
+        score = recorded_score(trace, name, checkpoint.fitted_policies())
+        rule = ExitRule(policy=name, max_depth=4)
+        for point in kinds["replayed"]:
+            at = {"threshold": point["threshold"], "patience": point["patience"]}
+            depth = replay(score, replace(rule, **at))
+            assert point["mean_depth"] == pytest.approx(depth.mean())
+
+
+def test_by_default_headline_rules_run_live_and_the_rest_is_replayed(measured):
+    trace, checkpoint, _ = measured
+    config = replace(CONFIG, live_rules=MeasureConfig().live_rules, live_thresholds=1)
+    policies = frontier_stage(trace, checkpoint, config, quiet)["policies"]
+    live = {name for name, kinds in policies.items() if "live" in kinds}
+    assert live == {"kl", "latent-change", "probe", "latent-kl"}
+    assert {"entropy", "argmax", "margin", "cosine", "second-difference"} <= set(policies)
+
+
+def test_a_rule_that_says_yes_or_no_is_swept_over_its_patience(measured):
+    """A threshold has nothing to choose there; five in a row is how argmax was published."""
+    _, _, frontier = measured
+    for name, kinds in frontier["policies"].items():
+        points = kinds.get("replayed", [])
+        if name == "argmax":
+            assert [(p["threshold"], p["patience"]) for p in points] == [(0, 1), (0, 2), (0, 3)]
+            depths = [p["mean_depth"] for p in points]
+            assert depths == sorted(depths)
+            assert depths[-1] == 4.0, "three in a row from recurrence 2 is the full depth"
+        elif name != "oracle":
+            assert {p["patience"] for p in points} <= {1}
+
+
+def test_what_cannot_be_judged_is_named_with_the_reason(measured, tmp_path):
+    """A trace without its score, a checkpoint without its fit: said, and the others go on."""
+    _, checkpoint, _ = measured
+    corpora = {"stories": list(generate("stories", 0, 0, 8))}
+    config = replace(CONFIG, live_rules=("kl",), tokens=200)
+    (plain,) = measure_stage(checkpoint, corpora, config, tmp_path / "t", quiet)
+    policies = {k: v for k, v in checkpoint.exits["policies"].items() if k != "latent-kl"}
+    older = replace(checkpoint, exits={**checkpoint.exits, "policies": policies})
+    events: list[dict[str, Any]] = []
+    asked = replace(CONFIG, live_rules=("kl", "latent-kl"))
+    frontier = frontier_stage(plain, older, asked, events.append)
+    assert set(frontier["left_out"]) == {"latent-kl", "min-p-kl"}
+    assert "not recorded" in frontier["left_out"]["min-p-kl"]
+    assert "not fitted" in frontier["left_out"]["latent-kl"]
+    assert not {"latent-kl", "min-p-kl"} & set(frontier["policies"])
+    (warning,) = [e["text"] for e in events if e["event"] == "warning"]
+    assert warning.startswith("latent-kl is left out: it is not fitted"), "asked for, so said aloud"
 
 
 def test_uniform_points_are_the_trace_itself(measured):
@@ -72,12 +139,13 @@ def test_uniform_points_are_the_trace_itself(measured):
 
 def test_live_points_are_twins_of_replayed_ones(measured):
     trace, _, frontier = measured
-    for name in ("kl", "latent-change", "probe"):
+    for name in CONFIG.live_rules:
         for point in frontier["policies"][name]["live"]:
             assert 1 <= point["mean_depth"] <= 4
             assert point["tokens"] <= trace.n_tokens
-            replayed = {p["threshold"] for p in frontier["policies"][name]["replayed"]}
-            assert point["threshold"] in replayed
+            replayed = frontier["policies"][name]["replayed"]
+            swept = {(p["threshold"], p["patience"]) for p in replayed}
+            assert (point["threshold"], point["patience"]) in swept
 
 
 def test_the_argmax_oracle_agrees_with_full_depth_everywhere(measured):
@@ -91,10 +159,12 @@ def test_the_argmax_oracle_agrees_with_full_depth_everywhere(measured):
 def test_logits_rules_pay_and_others_do_not(measured):
     _, checkpoint, frontier = measured
     costs = flops_per_token(checkpoint.model, context=24)
+    charged = {name for name in EXITS if EXITS[name].reads is Reads.LOGITS}
+    assert charged == {"kl", "min-p-kl", "entropy", "argmax", "margin"}
     for name, kinds in frontier["policies"].items():
         for points in (kinds.get("replayed", []), kinds.get("live", [])):
             for p in points:
-                reads = p["mean_depth"] - 1 if name == "kl" else 0.0
+                reads = p["mean_depth"] - 1 if name in charged else 0.0
                 assert p["charged_flops"] == pytest.approx(costs.forward(p["mean_depth"], reads))
 
 
@@ -117,6 +187,16 @@ def test_the_judge_of_the_probe_saw_the_traces_outcomes(measured):
     judged = frontier["policies"]["probe"]["judged"]
     assert judged["positive_share"] == pytest.approx(changes.mean())
     assert 0 <= judged["calibration_error"] <= 1
+
+
+def test_the_predicted_kl_is_judged_against_the_kl_itself(measured):
+    trace, checkpoint, frontier = measured
+    judged = frontier["policies"]["latent-kl"]["judged"]
+    predicted = recorded_score(trace, "latent-kl", checkpoint.fitted_policies())[:, 1:4]
+    truth = np.log(np.maximum(trace["kl_prev"][:, 1:4], KL_FLOOR)).astype(float)
+    error = np.log(np.maximum(predicted, KL_FLOOR)) - truth
+    assert judged["rms_log"] == pytest.approx(np.sqrt((error**2).mean()), rel=1e-4)
+    assert judged["r2"] <= 1
 
 
 def test_a_trace_of_other_weights_is_refused(measured, tmp_path):

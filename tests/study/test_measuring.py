@@ -1,4 +1,4 @@
-"""The measuring stage: the probe never sees what is measured, now or in any later measurement."""
+"""The measuring stage: no fit ever sees what is measured, now or in any later measurement."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ from typing import Any
 
 import pytest
 
-from loopwise.data import Document, generate
+from loopwise.data import Document, TokenBatch, generate
 from loopwise.data.packing import NO_TARGET
 from loopwise.errors import DataError, RunFolderError
 from loopwise.measure.trace import Trace
-from loopwise.models.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from loopwise.models.checkpoint import (
+    Checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+    write_exits,
+)
 from loopwise.models.fixed import FixedConfig, FixedModel
 from loopwise.settings import MeasureConfig
 from loopwise.study import measuring
-from loopwise.study.measuring import measure_stage
+from loopwise.study.measuring import fit_stage, measure_stage
 from loopwise.study.texts import document_hash
 from loopwise.tokenizer import ByteTokenizer
 from tests.conftest import make_model
@@ -70,18 +75,29 @@ def test_fitted_and_measured_documents_are_disjoint_and_whole(checkpoint, tmp_pa
         assert traced_texts(trace) == measured
 
 
-def test_the_probe_is_fitted_on_what_fitted_on_says(checkpoint, tmp_path, monkeypatch):
-    """Not only the list: the tokens that reach the fit are those documents."""
+FITS = ["probe", "latent-kl"]
+
+
+def spy_on_fit(monkeypatch, name: str) -> list[int]:
+    """The tokens that reach the fit of a rule, in order, as they come."""
     seen: list[int] = []
-    real = measuring.probe_examples
+    source = {"probe": "probe_examples", "latent-kl": "trace_batch"}[name]
+    real = getattr(measuring, source)
 
-    def spying(model, batches, *args):
-        kept = list(batches)
-        for batch in kept:
+    def spying(model, given, *args):
+        given = given if isinstance(given, TokenBatch) else list(given)
+        for batch in [given] if isinstance(given, TokenBatch) else given:
             seen.extend(batch.targets[batch.targets != NO_TARGET].tolist())
-        return real(model, kept, *args)
+        return real(model, given, *args)
 
-    monkeypatch.setattr(measuring, "probe_examples", spying)
+    monkeypatch.setattr(measuring, source, spying)
+    return seen
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_rules_are_fitted_on_what_fitted_on_says(checkpoint, tmp_path, monkeypatch, name):
+    """Not only the list: the tokens that reach the fit are those documents."""
+    seen = spy_on_fit(monkeypatch, name)
     documents = texts()
     measure(checkpoint, {"stories": documents}, tmp_path / "t")
     fitted = set(load_checkpoint(checkpoint.path).exits["fitted_on"])
@@ -104,14 +120,67 @@ def test_a_later_measurement_leaves_out_what_the_stored_probe_saw(checkpoint, tm
     documents = texts()
     measure(checkpoint, {"stories": documents}, tmp_path / "first")
     stored = load_checkpoint(checkpoint.path)
+    assert set(stored.fitted_policies()) == set(FITS)
     before = (checkpoint.path / "exits.json").read_bytes()
     mixed = [*texts(first=20, count=2), *documents]
     (again,) = measure(stored, {"mixed": mixed}, tmp_path / "second")
     fitted = set(stored.exits["fitted_on"])
     assert traced_texts(again) == [d.text for d in mixed if document_hash(d) not in fitted]
     assert len(traced_texts(again)) < len(mixed)
-    assert (checkpoint.path / "exits.json").read_bytes() == before, "the probe was fitted again"
+    assert (checkpoint.path / "exits.json").read_bytes() == before, "a rule was fitted again"
     assert again["score.probe"].shape == (again.n_tokens, 4)
+
+
+def without(checkpoint: Checkpoint, name: str) -> Checkpoint:
+    """As an earlier version left it, before there was such a rule."""
+    stored = load_checkpoint(checkpoint.path)
+    kept = {k: v for k, v in stored.exits["policies"].items() if k != name}
+    return write_exits(stored, {**stored.exits, "policies": kept})
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_a_rule_that_came_later_is_fitted_on_the_documents_of_the_first(
+    checkpoint, tmp_path, monkeypatch, name
+):
+    """And on no others, so that traces of before hold nothing it has seen."""
+    documents = texts()
+    (first,) = measure(checkpoint, {"stories": documents}, tmp_path / "first")
+    at_once = load_checkpoint(checkpoint.path).exits
+    older = without(checkpoint, name)
+    seen = spy_on_fit(monkeypatch, name)
+    more = [*texts(first=20, count=2), *documents]
+    (again,) = measure(older, {"mixed": more}, tmp_path / "second")
+    now = load_checkpoint(checkpoint.path).exits
+    assert now == at_once, "the same documents give the same rules"
+    fitted = set(now["fitted_on"])
+    wanted = b"".join(d.text.encode() for d in documents if document_hash(d) in fitted)
+    assert bytes(t for t in seen if t < 256) == wanted[: sum(t < 256 for t in seen)]
+    for trace in (first, again):
+        assert not fitted & {document_hash(Document(text)) for text in traced_texts(trace)}
+
+
+def test_a_rule_that_came_later_is_not_fitted_on_other_text(checkpoint, tmp_path):
+    """An earlier trace may hold that text: it is said, and nothing is fitted or stored."""
+    measure(checkpoint, {"stories": texts()}, tmp_path / "first")
+    older = without(checkpoint, "latent-kl")
+    before = (checkpoint.path / "exits.json").read_bytes()
+    events: list = []
+    corpora = {"other": texts(first=30, count=4)}
+    (trace,) = measure(older, corpora, tmp_path / "second", events=events)
+    assert any("no fit of latent-kl" in e.get("text", "") for e in events)
+    assert (checkpoint.path / "exits.json").read_bytes() == before
+    assert len(traced_texts(trace)) == 4, "all of it is measured"
+
+
+def test_fitting_alone_gives_what_measuring_gives(checkpoint, tmp_path):
+    corpora = {"stories": texts()}
+    config = MeasureConfig(horizon=4, fit_tokens=1500, batch=4)
+    fitted = fit_stage(checkpoint, corpora, config, lambda event: None)
+    alone = (checkpoint.path / "exits.json").read_bytes()
+    assert set(fitted.fitted_policies()) == set(FITS)
+    (checkpoint.path / "exits.json").unlink()
+    measure(load_checkpoint(checkpoint.path), corpora, tmp_path / "t")
+    assert (checkpoint.path / "exits.json").read_bytes() == alone
 
 
 def test_text_that_was_all_fitted_on_is_refused(checkpoint, tmp_path):
@@ -120,7 +189,7 @@ def test_text_that_was_all_fitted_on_is_refused(checkpoint, tmp_path):
     stored = load_checkpoint(checkpoint.path)
     fitted = set(stored.exits["fitted_on"])
     only = [d for d in documents if document_hash(d) in fitted]
-    with pytest.raises(DataError, match="'stories' was used to fit the probe"):
+    with pytest.raises(DataError, match="'stories' was used to fit exit rules"):
         measure(stored, {"stories": only}, tmp_path / "second")
 
 
@@ -161,9 +230,16 @@ def test_the_header_ties_the_trace_to_the_weights(checkpoint, tmp_path):
     assert trace.header["weights_hash"] == checkpoint.weights_hash
     assert trace.header["checkpoint"] == str(checkpoint.path)
     assert trace.header["trained_mean_depth"] == 3.0
-    assert trace.policies == ["latent-change", "probe"]
+    assert trace.policies == ["cosine", "probe"], "what no standard column tells, and is cheap"
     text = "".join(traced_texts(trace))
     assert trace.header["n_bytes"] == len(text.encode())
+
+
+def test_a_score_that_costs_passes_over_the_vocabulary_is_recorded_when_asked(checkpoint, tmp_path):
+    rules = ("kl", "min-p-kl")
+    (trace,) = measure(checkpoint, {"stories": texts()}, tmp_path / "t", live_rules=rules)
+    assert trace.policies == ["min-p-kl", "cosine", "probe"]
+    assert trace["score.min-p-kl"].shape == (trace.n_tokens, 4)
 
 
 def test_a_limit_of_tokens_is_kept(checkpoint, tmp_path):
@@ -187,10 +263,10 @@ def test_a_finished_trace_is_not_measured_over(checkpoint, tmp_path):
         measure(load_checkpoint(checkpoint.path), {"stories": texts()}, tmp_path / "t")
 
 
-def test_a_model_of_one_recurrence_has_no_probe(tmp_path):
+def test_a_model_of_one_recurrence_has_nothing_to_fit_or_record(tmp_path):
     config = FixedConfig(vocab_size=258, d_model=16, n_heads=2, n_kv_heads=1, d_ff=24, n_layers=1)
     checkpoint = a_checkpoint(tmp_path / "ckpt", FixedModel(config))
     (trace,) = measure(checkpoint, {"stories": texts(count=2)}, tmp_path / "t", horizon=8)
     assert trace.horizon == 1
-    assert trace.policies == ["latent-change"]
+    assert trace.policies == []
     assert not (checkpoint.path / "exits.json").exists()

@@ -1,0 +1,5 @@
+"""``python -m loopwise``."""
+
+from loopwise.cli import main
+
+main()
