@@ -29,7 +29,7 @@ from loopwise.engine.rows import RowTable
 from loopwise.engine.runner import Calls, LiveRows, Runner
 from loopwise.engine.sampler import History, LogitsError, sample
 from loopwise.engine.scheduler import Chunk, Limits, Scheduler, Sequence
-from loopwise.errors import DataError, EngineError, ExitError, LoopwiseError
+from loopwise.errors import DataError, DepthError, EngineError, ExitError
 from loopwise.exits.base import ExitPolicy, Observation, Reads
 from loopwise.exits.rule import ExitRule, build_policy, parse_rule
 from loopwise.measure.evaluate import check_depths
@@ -326,6 +326,7 @@ class Engine:
         ids = self._prompt_ids(prompt)
         room = self.config.max_seq - len(ids) + 1  # the last token made need not be fed
         if forced is not None:
+            self._check_ids("forced", forced)
             params = _forcing(params, forced, room)
         request = Request(
             prompt_ids=ids,
@@ -696,7 +697,7 @@ _SCHEDULER_COUNTS = ("admitted", "overtaken", "preempted", "reused_tokens", "lon
 
 
 def _try(policy: ExitPolicy, model: LoopedLM) -> None:
-    """Score one row of zeros: what was fitted to another model is refused before a tick meets it."""
+    """Score one row of zeros, so that what was fitted to another model is refused here."""
     g = model.geometry
     latent = torch.zeros(1, g.d_model)
     logits = torch.zeros(1, g.vocab_size)

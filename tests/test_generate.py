@@ -1,0 +1,176 @@
+"""``loopwise generate --prompts FILE --out OUT``: answers to a file of prompts, and resuming."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from loopwise.cli import app
+from loopwise.engine.engine import Engine, EngineConfig
+from loopwise.engine.request import SamplingParams
+from loopwise.models.checkpoint import save_checkpoint
+from loopwise.tokenizer import ByteTokenizer
+from tests.conftest import make_model
+
+PROMPTS = ["Tom has", "", "The red ball", "Where is it?", "日本"]
+LINES = [prompt for prompt in PROMPTS if prompt]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("generate")
+    for seed in (0, 1):
+        model = make_model(seed, injection="add", n_core_layers=1)
+        save_checkpoint(folder / f"seed-{seed}", model, ByteTokenizer(), {})
+    return folder / "seed-0"
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n".join(PROMPTS) + "\n", encoding="utf-8")
+    return path
+
+
+def generate(checkpoint: Path, prompts: Path, *more: str) -> Result:
+    out = prompts.parent / "out.jsonl"
+    usual = ["--depth", "2", "--max-tokens", "6"]
+    arguments = ["generate", checkpoint, "--prompts", prompts, "--out", out, *usual, *more]
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def answers(prompts: Path) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
+    text = (prompts.parent / "out.jsonl").read_text(encoding="utf-8")
+    assert text.endswith("\n")
+    head, *rest = [json.loads(line) for line in text.split("\n")[:-1]]
+    assert len({r["index"] for r in rest}) == len(rest), "an answer is there twice"
+    return head, {r["index"]: r for r in rest}
+
+
+def refused(result: Result, *parts: str) -> None:
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert isinstance(result.exception, SystemExit)
+    for part in parts:
+        assert part in result.stderr.replace("\n", " ")
+
+
+def test_every_prompt_gets_the_answer_it_would_get_alone(checkpoint, prompts):
+    result = generate(checkpoint, prompts, "--slots", "2")
+    assert result.exit_code == 0, (result.stderr, result.exception)
+    _, found = answers(prompts)
+    engine = Engine(
+        make_model(injection="add", n_core_layers=1),
+        ByteTokenizer(),
+        EngineConfig(exit="fixed:2", max_depth=2),
+    )
+    assert sorted(found) == [0, 1, 2, 3]
+    for index, prompt in enumerate(LINES):
+        alone = engine.generate([prompt], SamplingParams(max_tokens=6))[0].completions[0]
+        answer = found[index]
+        assert answer["prompt"] == prompt
+        assert tuple(answer["token_ids"]) == alone.token_ids
+        assert (answer["text"], answer["finish_reason"]) == (alone.text, alone.finish_reason)
+        assert answer["exit_depths"] == [2] * len(alone.token_ids)
+
+
+def test_a_run_killed_anywhere_goes_on_where_it_was(checkpoint, prompts):
+    """In the middle of a line too, and in the first."""
+    generate(checkpoint, prompts)
+    out = prompts.parent / "out.jsonl"
+    whole, wanted = out.read_bytes(), answers(prompts)
+    ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
+    cuts = [0, 1, ends[0] - 1, ends[0], ends[0] + 1, ends[1] - 1, ends[2], ends[3] - 3, len(whole)]
+    for cut in cuts:
+        out.write_bytes(whole[:cut])
+        result = generate(checkpoint, prompts, "--resume", "--json")
+        assert result.exit_code == 0, (cut, result.stderr, result.exception)
+        assert answers(prompts) == wanted, f"killed at byte {cut}"
+        kept = json.loads(result.stdout.splitlines()[-1])["kept"]
+        assert kept == max(sum(end <= cut for end in ends) - 1, 0)
+
+
+def test_separators_of_other_alphabets_end_no_line(checkpoint, tmp_path):
+    """U+2028, U+0085 and form feed in a prompt were taken for line ends; resuming lost the file."""
+    prompts = tmp_path / "prompts.jsonl"
+    odd = ["one\u2028two", "three\x85four", "five\x0csix"]
+    lines = [json.dumps({"prompt": prompt}, ensure_ascii=False) for prompt in odd]
+    prompts.write_text("\n".join(lines), encoding="utf-8")
+    assert generate(checkpoint, prompts).exit_code == 0
+    assert [answers(prompts)[1][i]["prompt"] for i in range(3)] == odd
+    result = generate(checkpoint, prompts, "--resume", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout.splitlines()[-1])["kept"] == 3
+    plain = tmp_path / "plain.txt"
+    plain.write_text("\n".join(odd), encoding="utf-8")
+    (tmp_path / "out.jsonl").unlink()
+    assert generate(checkpoint, plain).exit_code == 0
+    assert len(answers(plain)[1]) == 3
+
+
+@pytest.mark.parametrize(
+    "changes",
+    ["--seed 1", "--temperature 0.5", "--max-tokens 7", "--depth 3", "--kv last", "--stop x"],
+)
+def test_resuming_with_other_settings_is_refused(checkpoint, prompts, changes):
+    generate(checkpoint, prompts)
+    before = (prompts.parent / "out.jsonl").read_bytes()
+    refused(generate(checkpoint, prompts, "--resume", *changes.split()), "made with other settings")
+    assert (prompts.parent / "out.jsonl").read_bytes() == before
+
+
+def test_resuming_with_another_model_is_refused(checkpoint, prompts):
+    """Answers of two models came to stand in one file."""
+    generate(checkpoint, prompts)
+    other = checkpoint.parent / "seed-1"
+    refused(generate(other, prompts, "--resume"), "made with other settings")
+
+
+def test_resuming_with_other_prompts_is_refused(checkpoint, prompts):
+    generate(checkpoint, prompts)
+    prompts.write_text("Something else\n")
+    refused(generate(checkpoint, prompts, "--resume"), "answers other prompts")
+
+
+def test_an_existing_file_is_not_written_over(checkpoint, prompts):
+    out = prompts.parent / "out.jsonl"
+    for content in ("my notes\n", "my notes", "[]\n", '{"settings": 3}\n', "{}\n"):
+        out.write_text(content)
+        refused(generate(checkpoint, prompts), "exists already; add --resume")
+        refused(generate(checkpoint, prompts, "--resume"), "choose another name")
+        assert out.read_text() == content
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "part"),
+    [
+        ("p.txt", "", "holds no prompt"),
+        ("p.txt", "\n \n", "holds no prompt"),
+        ("p.txt", "a" * 3000, "3001 tokens"),
+        ("p.jsonl", '{"prompt": "a"}\nb\n', "line 2"),
+        ("p.jsonl", '{"text": "a"}\n', "line 1"),
+        ("p.jsonl", '{"prompt": 3}\n', "'prompt' is not text"),
+        ("p.jsonl", '{"prompt": "\\ud800"}\n', "surrogate"),
+        ("p.jsonl", "[1]\n", "line 1"),
+    ],
+)
+def test_bad_prompts_are_one_error_and_leave_no_file(checkpoint, tmp_path, name, content, part):
+    prompts = tmp_path / name
+    prompts.write_text(content, encoding="utf-8")
+    refused(generate(checkpoint, prompts), part)
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_missing_file_and_half_a_pair_of_options_are_refused(checkpoint, prompts):
+    refused(generate(checkpoint, prompts.parent / "nothing.txt"), "cannot read prompts")
+    for arguments in (
+        ["--prompts", prompts],
+        ["Hello", "--out", "x.jsonl"],
+        ["a", "--prompts", "b"],
+    ):
+        result = CliRunner().invoke(app, ["generate", str(checkpoint), *map(str, arguments)])
+        refused(result, "--prompts")
