@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from loopwise.errors import ConfigError, LoopwiseError
+from loopwise.errors import CheckpointError, ConfigError, LoopwiseError
 
 if TYPE_CHECKING:
     from loopwise.display import Display
@@ -150,6 +150,161 @@ def frontier(
 
 
 @app.command()
+def calibrate(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint or run folder.")],
+    data: Annotated[
+        list[str] | None,
+        typer.Option("--data", help="Held-out text; by default what the run held out."),
+    ] = None,
+    budget: Annotated[
+        str, typer.Option("--budget", help="Nats above full depth; a comma list makes tiers.")
+    ] = "0.01",
+    names: Annotated[
+        str | None,
+        typer.Option(
+            "--names",
+            help="Of the tiers. Default: balanced; high,fast; high,balanced,fast; "
+            "tier-1,tier-2,... from the smallest budget.",
+        ),
+    ] = None,
+    rules: Annotated[
+        str | None,
+        typer.Option(
+            "--rules",
+            help="Comma list of exit rules to compare. "
+            "Default: latent-change,latent-kl,second-difference,kl, where fitted.",
+        ),
+    ] = None,
+    depth: Annotated[
+        int | None, typer.Option("--depth", help="Full depth; default: the training mean.")
+    ] = None,
+    min_depth: Annotated[int, typer.Option("--min-depth", help="Of every rule.")] = 1,
+    patience: Annotated[int, typer.Option("--patience", help="Of every rule.")] = 1,
+    confidence: Annotated[
+        float, typer.Option("--confidence", help="That a tier keeps its budget.")
+    ] = 0.95,
+    unit: Annotated[
+        Literal["document", "block"],
+        typer.Option(
+            "--unit", help="What is drawn independently; block: parts of documents as well."
+        ),
+    ] = "document",
+    units: Annotated[
+        int | None,
+        typer.Option("--units", help="Judged, at most; default: 3 times what is needed."),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of how the text is divided.")] = 0,
+    force: Annotated[
+        bool, typer.Option("--force", help="Offer exit rules on a model that does not converge.")
+    ] = False,
+    allow_training_data: Annotated[
+        bool, typer.Option("--allow-training-data", help="Take text that was trained on.")
+    ] = False,
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Find the cheapest exit rule, or uniform depth, that keeps a budget; stored as tiers."""
+    with _command(as_json, debug) as (display, answer):
+        from loopwise.calibrate.commands import calibrate_command
+        from loopwise.calibrate.options import CalibrateOptions
+        from loopwise.calibrate.results import summary_lines
+
+        options = CalibrateOptions(
+            budgets=tuple(_listed(budget, float, "--budget")),
+            names=tuple(_listed(names or "", str, "--names")),
+            rules=tuple(_listed(rules or "", str, "--rules")),
+            depth=depth,
+            min_depth=min_depth,
+            patience=patience,
+            confidence=confidence,
+            unit=unit,
+            units=units,
+            seed=seed,
+            force=force,
+            allow_training_data=allow_training_data,
+        )
+        asked = _settings(None, config, set_, None, None, None)
+        found = calibrate_command(checkpoint, data, options, asked, display)
+        display.stop()
+        for line in summary_lines(found):
+            print(line)
+        answer(found)
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(help="Folder or hub id of a published checkpoint.")],
+    out: Annotated[Path, typer.Argument(help="Checkpoint folder to make.")],
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="Read pickled weights too, weights-only.")
+    ] = False,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option("--tokenizer", help="For a source without one: byte, or a tokenizer.json."),
+    ] = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Make a loopwise checkpoint of a published one; nothing but the format changes."""
+    with _command(as_json, debug) as (display, answer):
+        from loopwise.hub.convert import conversion_lines, convert
+        from loopwise.hub.download import source_folder
+
+        if out.exists():  # before anything is downloaded
+            raise CheckpointError(f"{str(out)!r} exists already; choose another name")
+        folder = source_folder(source, allow_pickle=allow_pickle)
+        done = convert(folder, out, allow_pickle=allow_pickle, tokenizer=tokenizer)
+        display.stop()
+        for line in conversion_lines(done):
+            print(line)
+        answer(done.to_json())
+
+
+@app.command()
+def inspect(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint or run folder.")],
+    depth: Annotated[
+        float | None,
+        typer.Option("--depth", help="Mean depth under exits; default: half of full depth."),
+    ] = None,
+    full_depth: Annotated[
+        int | None,
+        typer.Option("--full-depth", help="Depth without exits; default: the training mean."),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option("--data", help="Text to watch it on; default: some of the built-in corpus."),
+    ] = None,
+    tokens: Annotated[int, typer.Option("--tokens", help="Of the text, at most.")] = 2048,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Shape, parameters, FLOPs, KV bytes, the cap of exits, and whether exits can be trusted."""
+    with _command(as_json, debug) as (display, answer):
+        from loopwise.hub.inspect import inspect_checkpoint, inspect_lines
+        from loopwise.models.checkpoint import load_checkpoint
+
+        def watching(done: int, total: int) -> None:
+            event = {"event": "progress", "stage": "watching", "done": done, "total": total}
+            display(event)
+
+        facts = inspect_checkpoint(
+            load_checkpoint(checkpoint),
+            data,
+            mean_depth=depth,
+            full_depth=full_depth,
+            tokens=tokens,
+            progress=watching,
+        )
+        display.stop()
+        for line in inspect_lines(facts):
+            print(line)
+        answer(facts)
+
+
+@app.command()
 def report(
     run: Annotated[Path, typer.Argument(help="Run folder that holds results.json.")],
     as_json: JsonOption = False,
@@ -167,7 +322,9 @@ def generate(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint or run folder.")],
     prompt: Annotated[str | None, typer.Argument(help="Text to go on from.")] = None,
     depth: Annotated[int | None, typer.Option("--depth", help="Uniform recurrences.")] = None,
-    exit_: Annotated[str | None, typer.Option("--exit", help="Exit rule, e.g. kl:1e-3.")] = None,
+    exit_: Annotated[
+        str | None, typer.Option("--exit", help="Exit rule, e.g. kl:1e-3, or tier.")
+    ] = None,
     kv: Annotated[
         str, typer.Option("--kv", help="per-loop, last, ring-N or first-then-last.")
     ] = "per-loop",

@@ -11,10 +11,11 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from loopwise.engine.engine import Engine, EngineConfig, Generation, Request
+from loopwise.engine import Engine, EngineConfig, Generation, Request
 from loopwise.engine.request import SamplingParams
 from loopwise.errors import ConfigError, DataError, RunFolderError
 from loopwise.exits.rule import ExitRule, parse_rule
+from loopwise.measure.tiers import named_rule, why_not_promised
 from loopwise.models.checkpoint import Checkpoint, load_checkpoint
 from loopwise.tokenizer import Tokenizer
 
@@ -27,7 +28,7 @@ class GenerateOptions:
     """What the command line asks for beside sampling.
 
     Attributes:
-        depth, exit: uniform recurrences or an exit rule; neither is the training mean.
+        depth, exit: uniform recurrences, or an exit rule or tier; neither is the training mean.
         prompts: a file of prompts, one per line, or JSON lines with ``prompt``.
         out: JSON lines, one per prompt, written as they finish.
         resume: keep what ``out`` holds already.
@@ -70,10 +71,18 @@ def generate_command(
         console.print(
             f"warning: {rule.max_depth} recurrences is past what training drew (up to {trained})"
         )
+    unsure = why_not_promised(checkpoint, options.exit, options.kv_policy)
+    if unsure is not None:
+        console.print(f"warning: {unsure}")
     if prompt is not None:
         return _one(engine, prompt, params, console)
-    assert options.prompts is not None and options.out is not None, "checked above"
-    return _many(engine, options.prompts, options.out, options.resume, params, console)
+    settings = {
+        "weights": checkpoint.weights_hash,
+        "rule": str(engine.default_rule),
+        "kv_policy": engine.kv_policy.name,
+        "params": {**asdict(params), "logit_bias": dict(params.logit_bias)},
+    }
+    return _many(engine, options, settings, params, console)
 
 
 def _one(engine: Engine, prompt: str, params: SamplingParams, console: Console) -> dict[str, Any]:
@@ -92,25 +101,21 @@ def _one(engine: Engine, prompt: str, params: SamplingParams, console: Console) 
 
 def _many(
     engine: Engine,
-    source: Path,
-    out: Path,
-    resume: bool,
+    options: GenerateOptions,
+    settings: dict[str, Any],
     params: SamplingParams,
     console: Console,
 ) -> dict[str, Any]:
+    source, out = options.prompts, options.out
+    assert source is not None and out is not None, "checked by the caller"
     prompts = list(read_prompts(source))
-    settings = {
-        "rule": str(engine.default_rule),
-        "kv_policy": engine.kv_policy.name,
-        "params": {**asdict(params), "logit_bias": dict(params.logit_bias)},
-    }
-    settings = json.loads(json.dumps(settings))
-    done = _done(out, resume, prompts, settings)
-    if not out.exists():
-        out.write_text(json.dumps({"settings": settings}) + "\n", encoding="utf-8")
+    head = json.dumps({"settings": settings}) + "\n"
+    done = _done(out, options.resume, prompts, head)
     running: dict[Request, int] = {
         engine.submit(prompt, params): i for i, prompt in enumerate(prompts) if i not in done
     }
+    if not out.exists():  # after all prompts have been taken
+        out.write_text(head, encoding="utf-8")
     tokens = 0
     with out.open("a", encoding="utf-8") as file:
         while running:
@@ -148,7 +153,7 @@ def read_prompts(path: Path) -> Iterator[str]:
         DataError: a file that is missing or empty, or a line without a prompt.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # no other character ends a line
     except (OSError, UnicodeDecodeError) as err:
         raise DataError(f"cannot read prompts from {str(path)!r}: {err}") from None
     found = [(n, line) for n, line in enumerate(lines, 1) if line.strip()]
@@ -169,9 +174,11 @@ def read_prompts(path: Path) -> Iterator[str]:
         yield prompt
 
 
-def _done(out: Path, resume: bool, prompts: list[str], settings: dict[str, Any]) -> set[int]:
+def _done(out: Path, resume: bool, prompts: list[str], head: str) -> set[int]:
     """Indices of the prompts that ``out`` answers already; a line cut short is taken off.
 
+    Args:
+        head: the first line, with the settings.
     Raises:
         RunFolderError: it holds something else, or was made with other settings.
     """
@@ -180,16 +187,19 @@ def _done(out: Path, resume: bool, prompts: list[str], settings: dict[str, Any])
     if not resume:
         raise RunFolderError(f"{str(out)!r} exists already; add --resume or choose another name")
     whole = out.read_bytes()
+    if head.encode().startswith(whole):  # killed before the first answer
+        out.unlink()
+        return set()
     kept = whole[: whole.rfind(b"\n") + 1]
     try:
-        head, *rest = [json.loads(line) for line in kept.decode("utf-8").splitlines()]
+        first, *rest = [json.loads(line) for line in kept.decode("utf-8").split("\n")[:-1]]
         answered = {int(r["index"]): r["prompt"] for r in rest}
-        before = head["settings"]
+        before = first["settings"]
     except (ValueError, KeyError, TypeError):
         raise RunFolderError(
             f"{str(out)!r} holds no answers of loopwise generate; choose another name"
         ) from None
-    if before != settings:
+    if before != json.loads(head)["settings"]:
         raise RunFolderError(f"{str(out)!r} was made with other settings; choose another name")
     if any(i >= len(prompts) or prompts[i] != p for i, p in answered.items()):
         raise RunFolderError(f"{str(out)!r} answers other prompts; choose another name")
@@ -200,17 +210,18 @@ def _done(out: Path, resume: bool, prompts: list[str], settings: dict[str, Any])
 
 
 def choose_rule(checkpoint: Checkpoint, depth: int | None, exit_rule: str | None) -> ExitRule:
-    """The rule asked for; by default uniform depth at the training mean.
+    """The rule or tier asked for; by default uniform depth at the training mean.
 
     Raises:
         ConfigError: both a depth and a rule.
+        ExitError: a rule that cannot be read, or a tier that was not calibrated.
     """
     if depth is not None and exit_rule is not None:
         raise ConfigError("give --depth or --exit, not both")
     limit = checkpoint.model.geometry.max_depth
     usual = min(round(checkpoint.trained_mean_depth or 1), limit or 256)
     if exit_rule is not None:
-        return parse_rule(exit_rule, max_depth=usual)
+        return named_rule(checkpoint, exit_rule, max_depth=usual)
     return parse_rule(f"fixed:{usual if depth is None else depth}")
 
 

@@ -11,7 +11,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from loopwise.cli import app
-from loopwise.engine.engine import Engine, EngineConfig
+from loopwise.engine import Engine, EngineConfig
 from loopwise.engine.request import SamplingParams
 from loopwise.models.checkpoint import save_checkpoint
 from loopwise.tokenizer import ByteTokenizer

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from loopwise.bench.workload import Job
-from loopwise.engine.engine import Engine
+from loopwise.engine import Engine
 from loopwise.engine.runner import LiveRows
 from loopwise.models.base import LoopedLM, Rope
 

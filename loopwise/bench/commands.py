@@ -19,7 +19,7 @@ from loopwise.bench.drive import Pass, drive, figures
 from loopwise.bench.quality import Quality, judge
 from loopwise.bench.workload import Job, Lengths, make_jobs
 from loopwise.data import ReadOptions, ReadReport, read_documents
-from loopwise.engine.engine import Engine, EngineConfig
+from loopwise.engine import Engine, EngineConfig
 from loopwise.engine.reference import ReferenceDecoder
 from loopwise.errors import ConfigError
 from loopwise.exits.rule import build_policy, parse_rule

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopwise.bench.workload import Job
-from loopwise.engine.engine import Engine, Request
+from loopwise.engine import Engine, Request
 from loopwise.engine.request import SamplingParams
 from loopwise.errors import ShapeError
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from loopwise.bench.drive import Forced, force
 from loopwise.bench.workload import Job
-from loopwise.engine.engine import Engine
+from loopwise.engine import Engine
 from loopwise.measure.frontier import equal_depth
 from loopwise.measure.statistics import mean_with_interval
 

@@ -64,6 +64,6 @@ def make_jobs(
         prompt = int(rng.integers(lengths.prompt[0], lengths.prompt[1] + 1))
         new = int(rng.integers(lengths.output[0], lengths.output[1] + 1))
         start = (i * longest) % (len(stream) - longest)
-        ids = stream[start : start + prompt + new]
+        ids = stream[start : start + prompt - 1 + new]
         jobs.append(Job((tokenizer.bos_id, *ids[: prompt - 1]), tuple(ids[prompt - 1 :]), new))
     return jobs

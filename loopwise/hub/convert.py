@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from loopwise.config import read_json_object
 from loopwise.errors import CheckpointError
 from loopwise.hub.formats import FORMATS
 from loopwise.hub.formats.base import Format, Plan
 from loopwise.hub.formats.gaps import gap_of
+from loopwise.hub.gguf import open_gguf
 from loopwise.hub.keys import assemble
 from loopwise.hub.read import Source, open_source, refuse_pointer
 from loopwise.models import MODELS
 from loopwise.models.base import LoopedLM
 from loopwise.models.checkpoint import FORMAT, save_checkpoint
 from loopwise.models.costs import parameters
-from loopwise.tokenizer import Tokenizer, load_tokenizer
+from loopwise.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_json
 
 # Embeddings are padded to round numbers; Huginn's multiple, 4096, is the largest we know of.
 MAX_PADDING = 4096
@@ -51,6 +53,10 @@ class Conversion:
     depth: dict[str, Any]
     notes: tuple[str, ...]
 
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {**asdict(self), "source": str(self.source), "out": str(self.out)}
+
 
 def convert(
     source: Path,
@@ -59,12 +65,13 @@ def convert(
     allow_pickle: bool = False,
     tokenizer: str | Path | None = None,
 ) -> Conversion:
-    """Read a published checkpoint folder strictly and write a loopwise one.
+    """Read a published checkpoint strictly and write a loopwise one.
 
-    The weights keep the dtype they are stored in, and no more than one copy of them is in memory.
+    Weights keep the dtype they are stored in (quantised ones become float32); no more than one
+    copy of them is in memory.
 
     Args:
-        source: folder with ``config.json``, weights and ``tokenizer.json``.
+        source: folder with ``config.json``, weights and ``tokenizer.json``; or a GGUF file.
         out: checkpoint folder to make.
         allow_pickle: read ``.bin``, ``.pt`` and ``.pth`` files too, weights-only.
         tokenizer: for a source without one: ``"byte"``, a ``tokenizer.json`` or its folder.
@@ -76,7 +83,7 @@ def convert(
     """
     if out.exists():  # before gigabytes are read
         raise CheckpointError(f"{str(out)!r} exists already; choose another name")
-    found = open_source(source, allow_pickle=allow_pickle)
+    found = _open(source, allow_pickle)
     format = recognise(found)
     plan = format.plan(found)
     with torch.device("meta"):  # shapes only: the weights are the source's own tensors
@@ -86,14 +93,15 @@ def convert(
     own = {key: tuple(value.shape) for key, value in model.state_dict().items()}
     state = assemble(found, plan.keys, own)
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in state.values()})
-    notes = [*plan.notes, *_unread(plan), *_special_ids(found.config, plan, text)]
+    notes = [*plan.notes, *_unread(plan), *_disagreements(found, plan, text)]
     facts = {
         "converted_from": {"format": format.name, "folder": source.name, "dtype": dtypes},
         "depth": plan.depth,
         "dtype": dtypes[0] if len(dtypes) == 1 else "mixed",
     }
-    if plan.special_ids:
-        facts["special_ids"] = plan.special_ids
+    special_ids = _special_ids(found, plan, text)
+    if special_ids:
+        facts["special_ids"] = special_ids
     save_checkpoint(out, model, text, facts, state=state)
     return Conversion(
         source=source,
@@ -107,6 +115,19 @@ def convert(
         depth=plan.depth,
         notes=tuple(notes),
     )
+
+
+def conversion_lines(done: Conversion) -> list[str]:
+    """The summary for people."""
+    mean = done.depth.get("true_mean")
+    trained = "" if mean is None else f", trained at a mean depth of {mean:.3g}"
+    padding = done.vocab_size - done.tokenizer_size
+    return [
+        f"{done.source} ({done.format}) -> {done.out} ({done.architecture})",
+        f"{done.parameters:,} parameters in {done.dtype}{trained}",
+        f"{done.tokenizer_size} ids of the tokenizer and {padding} rows of padding",
+        *(f"note: {note}" for note in done.notes),
+    ]
 
 
 def recognise(source: Source) -> Format:
@@ -141,9 +162,17 @@ def recognise(source: Source) -> Format:
     )
 
 
+def _open(source: Path, allow_pickle: bool) -> Source:
+    if source.is_file() and source.suffix == ".gguf":
+        return open_gguf(source)
+    return open_source(source, allow_pickle=allow_pickle)
+
+
 def _tokenizer_of(source: Source, given: str | Path | None) -> Tokenizer:
     if given is not None:
         return load_tokenizer(given)
+    if source.tokenizer is not None:
+        return tokenizer_from_json(source.tokenizer())
     file = source.path / "tokenizer.json"
     if not file.is_file():
         raise CheckpointError(
@@ -170,11 +199,39 @@ def _unread(plan: Plan) -> list[str]:
     return [f"fields of config.json that nothing was made of: {', '.join(plan.unread)}"]
 
 
-def _special_ids(config: Mapping[str, Any], plan: Plan, tokenizer: Tokenizer) -> list[str]:
+def _special_ids(source: Source, plan: Plan, tokenizer: Tokenizer) -> dict[str, Any]:
+    """``bos`` and ``eos`` where the tokenizer alone would be wrong or would know too few.
+
+    What is known of the format wins over what the source says. Every id that the source lets a text
+    end with is kept: an instruct model ends its turns with another than its documents.
+    """
+    known: dict[str, Any] = {**source.special_ids, **plan.special_ids}
+    if "eos" not in known:
+        ends = set(_ids(source.config)) | set(_ids(_generation_config(source)))
+        ends = {i for i in ends if 0 <= i < tokenizer.vocab_size} - {tokenizer.eos_id}
+        if ends:
+            known["eos"] = sorted(ends)
+    own = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id}
+    return known if any(own[name] != value for name, value in known.items()) else {}
+
+
+def _generation_config(source: Source) -> dict[str, Any]:
+    file = source.path / "generation_config.json"
+    return read_json_object(file, CheckpointError) if file.is_file() else {}
+
+
+def _ids(config: Mapping[str, Any]) -> list[int]:
+    said = config.get("eos_token_id")
+    ids = said if isinstance(said, list) else [said]
+    return [i for i in ids if isinstance(i, int) and not isinstance(i, bool)]
+
+
+def _disagreements(source: Source, plan: Plan, tokenizer: Tokenizer) -> list[str]:
     """Where the config, what is known of the format, and the tokenizer disagree."""
+    known = {**source.special_ids, **plan.special_ids}
     notes = []
     for name, own in (("bos", tokenizer.bos_id), ("eos", tokenizer.eos_id)):
-        said = plan.special_ids.get(name, config.get(f"{name}_token_id"))
+        said = known.get(name, source.config.get(f"{name}_token_id"))
         if said is not None and own not in (said if isinstance(said, list) else [said]):
             notes.append(f"the tokenizer's {name} is id {own}; the source says {said}")
     return notes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,16 @@ class Source:
         config: its ``config.json``.
         shapes: of every tensor, by key.
         read: loads one tensor by key, in the dtype it is stored in.
+        tokenizer: makes the text of a ``tokenizer.json``, where weights and tokenizer are one file.
+        special_ids: ``bos`` and ``eos`` of the source's own tokenizer, where it says them.
     """
 
     path: Path
     config: Mapping[str, Any]
     shapes: Mapping[str, Shape]
     read: Callable[[str], Tensor]
+    tokenizer: Callable[[], str] | None = None
+    special_ids: Mapping[str, int] = field(default_factory=dict)
 
     def describe(self) -> str:
         """What was found, in one clause."""

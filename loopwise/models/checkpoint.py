@@ -63,6 +63,30 @@ class Checkpoint:
         return self.exits.get("policies", {})
 
     @property
+    def bos_id(self) -> int:
+        """What a text begins with: what the checkpoint says, else what the tokenizer does."""
+        said = self._special_ids("bos")
+        return said[0] if said else self.tokenizer.bos_id
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Every id that ends a text: the tokenizer's and those the checkpoint names besides."""
+        return tuple(sorted({self.tokenizer.eos_id, *self._special_ids("eos")}))
+
+    def _special_ids(self, name: str) -> list[int]:
+        """Of ``training.json``, where a converted checkpoint knows more than its tokenizer."""
+        said = self.training.get("special_ids", {}).get(name, [])
+        ids = said if isinstance(said, list) else [said]
+        rows = self.model.geometry.vocab_size
+        for i in ids:
+            if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < rows:
+                raise CheckpointError(
+                    f"training.json of {str(self.path)!r} has the {name} id {i!r}; ids are 0 to "
+                    f"{rows - 1}"
+                )
+        return ids
+
+    @property
     def trained_mean_depth(self) -> float | None:
         return self.training.get("depth", {}).get("true_mean")
 

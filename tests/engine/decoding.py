@@ -13,7 +13,7 @@ import torch
 from naive import roughen
 from torch import Tensor
 
-from loopwise.engine.engine import Engine, EngineConfig, Generation, Request
+from loopwise.engine import Engine, EngineConfig, Generation, Request
 from loopwise.engine.kv_policy import parse_kv_policy
 from loopwise.engine.reference import ReferenceDecoder
 from loopwise.engine.request import SamplingParams
@@ -225,6 +225,7 @@ def check_all_came_back(engine: Engine) -> None:
     assert scheduler.pool.free == scheduler.limits.pages
     assert sorted(scheduler._slots) == list(range(scheduler.limits.slots))
     assert sorted(scheduler._seats) == list(range(scheduler.limits.slots, scheduler.seats))
-    assert not engine._choices
-    assert not any(not c.dropped for c in engine._live)
-    assert not any(not c.dropped for _, c in engine._settled)
+    ticks = engine._ticks
+    assert not ticks._choices
+    assert not any(not c.dropped for c in ticks._live)
+    assert not any(not c.dropped for _, c in ticks._settled)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loopwise.engine.engine import Engine
+from loopwise.engine import Engine
 from loopwise.engine.kv_policy import parse_kv_policy
 from loopwise.exits import EXITS
 from loopwise.exits.base import Reads

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from loopwise.engine.engine import Engine, EngineConfig, StreamedToken
+from loopwise.engine import Engine, EngineConfig, StreamedToken
 from loopwise.engine.request import Completion, SamplingParams
 from loopwise.errors import (
     ConfigError,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from loopwise.models import MODELS
 from loopwise.models.checkpoint import load_checkpoint
 from loopwise.tokenizer import BPETokenizer
 from tests.hub.folders import VOCAB, fill, write_folder
+from tests.hub.naive_llama import shapes as llama_shapes
+from tests.hub.test_llama import CONFIG as LLAMA
 from tests.hub.test_ouro import CONFIG, shapes, tensors
 
 
@@ -135,3 +138,28 @@ def test_every_format_says_what_it_is(name: str) -> None:
 
 def test_architectures_of_the_formats_are_rows_of_the_table() -> None:
     assert {"raven", "ouro", "fixed"} <= set(MODELS)
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "kept"),
+    [
+        (257, None, None),
+        (None, None, None),
+        (2, None, {"eos": [2]}),
+        ([257, 8], [9, 257], {"eos": [8, 9]}),
+        (257, {"eos": 7}, None),
+        (9999, None, None),
+    ],
+    ids=["the tokenizer's", "none", "another", "of two files", "nonsense", "no id"],
+)
+def test_every_end_id_of_the_source_is_kept(
+    tmp_path: Path, config: Any, generation: Any, kept: Any
+) -> None:
+    """U55: an instruct model ends its turns with another id than its documents."""
+    path = write_folder(
+        tmp_path / "llama", {**LLAMA, "eos_token_id": config}, fill(llama_shapes(LLAMA))
+    )
+    if generation is not None:
+        (path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    convert(path, tmp_path / "out")
+    assert load_checkpoint(tmp_path / "out").training.get("special_ids") == kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from loopwise.errors import CheckpointError, MissingExtraError
-from loopwise.hub.download import source_folder
+from loopwise.hub.download import PACKAGED, source_folder
 
 
 class HfHubHTTPError(Exception):
@@ -76,3 +77,24 @@ def test_a_missing_extra_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(MissingExtraError, match="'hub' extra"):
         source_folder("owner/name")
+
+
+def test_a_packaged_checkpoint_is_found_without_importing_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package is a plugin of another program, whose machinery has no place here."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(PACKAGED, "smollm2", ("a_made_up_plugin", "smollm2"))
+    with pytest.raises(MissingExtraError, match=r"loopwise\[smollm2\]"):
+        source_folder("smollm2")
+    package = tmp_path / "a_made_up_plugin"
+    package.mkdir()
+    importlib.invalidate_caches()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    with pytest.raises(CheckpointError, match="holds 0 GGUF files"):
+        source_folder("smollm2")
+    (package / "some.gguf").touch()
+    assert source_folder("smollm2") == package / "some.gguf"
+    (tmp_path / "smollm2").mkdir()
+    assert source_folder("smollm2") == Path("smollm2")

@@ -1,0 +1,171 @@
+"""The benchmarks measure what they say, on a model of no size."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from loopwise.bench.baselines import generate_in_step, generate_padded
+from loopwise.bench.commands import COMMANDS, BenchOptions
+from loopwise.bench.drive import drive, force
+from loopwise.bench.workload import Job, Lengths, make_jobs
+from loopwise.cli import app
+from loopwise.data import ReadOptions, ReadReport, read_documents
+from loopwise.engine import Engine, EngineConfig, SamplingParams
+from loopwise.errors import ConfigError, DataError
+from loopwise.models.checkpoint import save_checkpoint
+from loopwise.tokenizer import ByteTokenizer
+from tests.conftest import make_model
+
+OPTIONS = BenchOptions(
+    data=("builtin:stories:40",), exit="latent-change:0.5", depth=4, batch=3, smoke=True
+)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    training = {"seq": 32, "depth": {"true_mean": 4.0}}
+    save_checkpoint(tmp_path / "model", make_model(injection="add"), ByteTokenizer(), training)
+    return tmp_path / "model"
+
+
+def jobs(n: int = 5, lengths: Lengths | None = None) -> list[Job]:
+    documents = read_documents(["builtin:stories:40"], ReadOptions(), ReadReport())
+    lengths = Lengths((3, 9), (2, 6)) if lengths is None else lengths
+    return make_jobs(documents, ByteTokenizer(), lengths, n, seed=1)
+
+
+def engine(**changes: object) -> Engine:
+    config = {"exit": "fixed:4", "max_depth": 4, "slots": 3, "max_seq": 32, **changes}
+    return Engine(make_model(injection="add"), ByteTokenizer(), EngineConfig(**config))
+
+
+def greedy(found: Engine, of: list[Job]) -> list[list[int]]:
+    params = [SamplingParams(max_tokens=j.new_tokens, ignore_eos=True) for j in of]
+    made = found.generate([j.prompt for j in of], params)
+    return [list(g.completions[0].token_ids) for g in made]
+
+
+def test_jobs_have_the_lengths_asked_for_and_go_on_as_the_text_does():
+    found = jobs(20)
+    assert found == jobs(20), "the same seed, the same jobs"
+    assert {len(j.prompt) for j in found} <= set(range(3, 10))
+    assert all(len(j.continuation) == j.new_tokens for j in found)
+    with pytest.raises(DataError, match="one job needs"):
+        jobs(1, Lengths((10**6, 10**6), (1, 1)))
+
+
+def test_the_padded_loop_decodes_what_the_engine_decodes():
+    found = engine()
+    of = jobs()
+    assert generate_padded(found.model, of, 4, pad=256) == greedy(found, of)
+
+
+def test_the_bare_loop_decodes_what_the_engine_decodes():
+    of = [Job(j.prompt[:3], (), 5) for j in jobs(3)]
+    assert generate_in_step(engine(), of, 4) == greedy(engine(), of)
+
+
+@pytest.mark.parametrize("batching", ["lockstep", "static"])
+def test_other_batching_decodes_the_same_tokens_in_more_ticks(batching):
+    of = jobs(7)
+    rule = "latent-change:0.5"
+    usual, other = engine(exit=rule), engine(exit=rule, batching=batching)
+    assert greedy(other, of) == greedy(usual, of)
+    assert other.stats()["core_row_steps"] == usual.stats()["core_row_steps"]
+    assert other.stats()["ticks"] > usual.stats()["ticks"]
+
+
+def test_a_pass_counts_what_ran():
+    of = jobs()
+    found = drive(engine(), of)
+    assert found.new_tokens == sum(j.new_tokens for j in of)
+    assert found.row_steps == 4 * found.fed
+    assert found.mean_depth == 4.0
+    assert len(found.ttft_s) == len(of)
+    assert len(found.gaps_s) == found.new_tokens - len(of)
+
+
+def test_arrivals_are_waited_for():
+    found = drive(engine(), jobs(2), [0.0, 0.3])
+    assert found.seconds > 0.3
+    assert (found.ttft_s < 0.3).all(), "time to first token counts from the arrival"
+
+
+@pytest.mark.parametrize("kv_policy", ["per-loop", "last"])
+def test_forced_tokens_are_scored_by_the_distributions_decoding_would_use(kv_policy):
+    """Greedy tokens forced back get the log-probabilities they were chosen with."""
+    found = engine(kv_policy=kv_policy, exit="latent-change:0.5")
+    of = jobs(3)
+    made = found.generate(
+        [j.prompt for j in of], [SamplingParams(max_tokens=j.new_tokens) for j in of]
+    )
+    again = [
+        Job(j.prompt, g.completions[0].token_ids, j.new_tokens)
+        for j, g in zip(of, made, strict=True)
+    ]
+    scored = force(found, again, "latent-change:0.5")
+    chosen = [x for g in made for x in g.completions[0].logprobs]
+    assert (torch.tensor(scored.nll) + torch.tensor(chosen)).abs().max() < 1e-4
+    depths = [d for g in made for d in g.completions[0].exit_depths]
+    assert scored.depth.tolist() == depths
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_benchmark_ends_in_one_json_object(checkpoint, command):
+    found = COMMANDS[command](checkpoint, OPTIONS, Console(quiet=True))
+    assert json.loads(json.dumps(found))["benchmark"] == command
+    assert found["commit"]
+    assert found["full_depth"] == 4
+
+
+def test_decode_states_speed_with_the_quality_it_cost(checkpoint):
+    found = COMMANDS["decode"](checkpoint, OPTIONS, Console(quiet=True))
+    for key in ("speedup_vs_uniform", "speedup_vs_equal_quality", "percent_of_cap", "ttft_ratio"):
+        assert found[key] > 0
+    assert 1 <= found["mean_depth"] <= 4
+    assert 1 <= found["uniform_depth"] <= 4
+    low, high = found["nll_delta_ci"]
+    assert low <= found["nll_delta_nats"] <= high
+    assert found["batch"] == 3
+    names = [row["name"] for row in found["rows"]]
+    assert {"live exits", "uniform 4", "lockstep exits", "static 4", "padded loop"} <= set(names)
+    assert "reference" in names
+
+
+def test_exits_at_full_depth_cost_no_quality(checkpoint):
+    options = BenchOptions(data=OPTIONS.data, exit="fixed:4", depth=4, smoke=True)
+    found = COMMANDS["decode"](checkpoint, options, Console(quiet=True))
+    assert found["nll_delta_nats"] == 0.0
+    assert found["cap"] == 1.0
+
+
+def test_the_command_keeps_its_result(checkpoint, tmp_path):
+    arguments = ["bench", "prefill", str(checkpoint), "--data", "builtin:stories:40", "--smoke"]
+    result = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "results")])
+    assert result.exit_code == 0, result.stderr
+    last = json.loads(result.stdout.splitlines()[-1])
+    kept = list((tmp_path / "results").iterdir())
+    assert len(kept) == 1
+    assert math.isclose(json.loads(kept[0].read_text())["ttft_ratio"], last["ttft_ratio"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch": 0}, "--batch 0"),
+        ({"repeats": 0}, "--repeats 0"),
+        ({"rate": 0.0}, "--rate 0"),
+        ({"rate": math.nan}, "--rate nan"),
+        ({"dtype": "fp8"}, "'fp8'"),
+    ],
+)
+def test_bad_options_are_one_line(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        BenchOptions(**changes)
