@@ -21,10 +21,23 @@ class Counts:
     """
 
     def __init__(self, max_depth: int) -> None:
-        self.ticks = self.tokens = self.prelude_rows = self.coda_rows = 0
+        self.ticks = self.tokens = 0
+        self.prelude_rows = self.coda_rows = self.coda_passes = 0
         self.busy_s = 0.0
         self.rows_by_recurrence: Ints = np.zeros(max_depth + 1, np.int64)
         self.recent: deque[Ints] = deque(maxlen=RECENT)
+
+    def expected_exits(self, at: Ints, ticks: int) -> float:
+        """How many of the live rows will settle within some ticks, going by those before them.
+
+        Args:
+            at: live rows by recurrences done, ``(deepest + 1,)``.
+        """
+        ran = np.append(self.rows_by_recurrence, np.zeros(ticks + 1, np.int64))
+        done = np.nonzero(at)[0]
+        now, after = ran[done + 1], ran[done + 1 + ticks]
+        leave = np.divide(now - after, now, out=np.zeros(len(done)), where=now > 0)
+        return float(at[done] @ leave)
 
     def see(self, recurrences: Ints) -> None:
         """One tick ran rows that are now at these recurrences."""

@@ -337,6 +337,7 @@ class Engine:
             "rows_by_recurrence": counts.rows_by_recurrence[1:].tolist(),
             "prelude_rows": counts.prelude_rows,
             "coda_rows": counts.coda_rows,
+            "coda_passes": counts.coda_passes,
             "running": scheduler.running,
             "waiting": scheduler.waiting,
             "free_pages": scheduler.pool.free,

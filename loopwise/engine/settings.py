@@ -27,8 +27,8 @@ class EngineConfig:
         prefill_rows: prompt tokens in the core at once; None: one chunk.
         prefix_cache: keep finished prompts and share what begins alike.
         logits_exits: serve rules that read logits, which keep a coda entry per recurrence.
-        coda_batch: settled tokens that are worth a pass of coda and head.
-        coda_delay: ticks one may wait for that.
+        coda_delay: ticks a settled token may wait for others that are about to settle, since coda
+            and head cost almost as much for a few rows as for many.
         batching: ``continuous`` starts a token as soon as another stops. For comparison,
             ``lockstep`` lets all wait for the deepest token of each step, and ``static`` in
             addition starts no request before all of a batch are finished.
@@ -51,8 +51,7 @@ class EngineConfig:
     prefill_rows: int | None = None
     prefix_cache: bool = True
     logits_exits: bool = True
-    coda_batch: int = 1
-    coda_delay: int = 0
+    coda_delay: int = 4
     batching: Literal["continuous", "lockstep", "static"] = "continuous"
     max_wait: int = 1000
     bos_id: int | None = None
@@ -62,9 +61,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        for name in ("max_depth", "coda_batch"):
-            if getattr(self, name) < 1:
-                raise EngineError(f"engine.{name}={getattr(self, name)} must be at least 1")
+        if self.max_depth < 1:
+            raise EngineError(f"engine.max_depth={self.max_depth} must be at least 1")
         if self.coda_delay < 0:
             raise EngineError(f"engine.coda_delay={self.coda_delay} must not be negative")
 

@@ -128,11 +128,7 @@ class Ticks:
         self._settled = [(since, c) for since, c in self._settled if not c.dropped]
         if not self._settled:
             return
-        rows = sum(len(c.seats) for _, c in self._settled)
-        waited = self.scheduler.tick - self._settled[0][0]
-        if self._live and self._in_step:
-            return
-        if self._live and rows < self._config.coda_batch and waited < self._config.coda_delay:
+        if self._live and (self._in_step or self._others_come()):
             return
         chunks = [c for _, c in self._settled]
         self._settled = []
@@ -145,6 +141,7 @@ class Ticks:
             for chunk, row in zip(wanted, logits, strict=True):
                 self._choices[chunk.sequence].logits = row
             self.counts.coda_rows += sum(len(c.seats) for c in unread)
+            self.counts.coda_passes += 1
         for chunk in chunks:
             self._note_depths(chunk)
             # A row that is no number spoils those before it in its chunk: nobody is to find them.
@@ -152,6 +149,23 @@ class Ticks:
             self.scheduler.finish(chunk, sound)
         if last:
             self._sample(last)
+
+    def _others_come(self) -> bool:
+        """Whether settled rows had better wait for a pass together with others.
+
+        Judged by how deep tokens went so far. Waiting for k ticks is worth it where at least as
+        many are expected to settle by then, and where what stands idle meanwhile is less than half
+        a tick of the rows in the core.
+        """
+        since = self._settled[0][0]
+        left = self._config.coda_delay - (self.scheduler.tick - since)
+        waiting = sum(len(c.seats) for _, c in self._settled)
+        at = np.bincount(self.table.r[np.concatenate([c.live for c in self._live])])
+        live = int(at.sum())
+        for k in range(1, min(left, live // (2 * waiting)) + 1):
+            if self.counts.expected_exits(at, k) >= waiting:
+                return True
+        return False
 
     def _reads_logits(self, chunk: Chunk) -> bool:
         policy = self._choices[chunk.sequence].policy

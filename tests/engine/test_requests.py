@@ -317,7 +317,6 @@ BAD_ENGINES: dict[str, tuple[dict[str, Any], type[LoopwiseError], list[str]]] = 
     "page": ({"page_size": 0}, EngineError, ["engine.page_size=0"]),
     "pages": ({"pages": 1, "page_size": 16}, EngineError, ["engine.pages=1", "at least 2 of 16"]),
     "delay": ({"coda_delay": -1}, EngineError, ["engine.coda_delay=-1"]),
-    "coda": ({"coda_batch": 0}, EngineError, ["engine.coda_batch=0"]),
     "compile": ({"compile": "yes"}, ConfigError, ["compile", "'yes'", "on, off"]),
     "end id": ({"end_ids": (258,)}, EngineError, ["258", "0 to 257"]),
     "unserved": ({"exit": "kl:1", "logits_exits": False}, ExitError, ["'kl'", "logits_exits"]),
