@@ -92,6 +92,10 @@ def train(
     preset: PresetOption = None,
     seed: SeedOption = None,
     baseline: BaselineOption = None,
+    start: Annotated[
+        Path | None,
+        typer.Option("--from", help="Checkpoint to start from: its weights, shape, tokenizer."),
+    ] = None,
     out: OutOption = None,
     resume: ResumeOption = False,
     diagnostics: Annotated[
@@ -105,10 +109,12 @@ def train(
         from loopwise.config import merge
         from loopwise.study import train_command
 
+        if start is not None and baseline is not None:
+            raise ConfigError("--from and --baseline exclude one another; leave one out")
         settings = _settings(preset, config, set_, data, held_out, seed, baseline)
         if diagnostics:
             settings = merge(settings, {"train": {"diagnostics": True}})
-        answer(train_command(settings, out or Path("runs") / "train", display, resume))
+        answer(train_command(settings, out or Path("runs") / "train", display, resume, start))
 
 
 @app.command()
@@ -258,6 +264,36 @@ def convert(
         done = convert(folder, out, allow_pickle=allow_pickle, tokenizer=tokenizer)
         display.stop()
         for line in conversion_lines(done):
+            print(line)
+        answer(done.to_json())
+
+
+@app.command()
+def retrofit(
+    checkpoint: Annotated[Path, typer.Argument(help="A Llama-shaped checkpoint (fixed).")],
+    out: Annotated[Path, typer.Argument(help="Checkpoint folder to make.")],
+    prelude: Annotated[str, typer.Option("--prelude", help="Layers before the loop, e.g. 0-3.")],
+    core: Annotated[str, typer.Option("--core", help="Layers of the loop, e.g. 10-17.")],
+    coda: Annotated[str, typer.Option("--coda", help="Layers after the loop, e.g. 26-29.")],
+    start: Annotated[
+        Literal["injection", "latent"],
+        typer.Option(
+            "--start",
+            help="What recurrences start from before training: the prelude's output, so that all "
+            "depths agree, or their own, so that the core's layers run again and again.",
+        ),
+    ] = "injection",
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Make a depth-recurrent checkpoint out of the layers of an ordinary one; train it next."""
+    with _command(as_json, debug) as (display, answer):
+        from loopwise.hub.retrofit import retrofit, retrofit_lines
+
+        layers = {"prelude": prelude, "core": core, "coda": coda}
+        done = retrofit(checkpoint, out, layers, start=start)
+        display.stop()
+        for line in retrofit_lines(done):
             print(line)
         answer(done.to_json())
 

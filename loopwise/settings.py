@@ -111,6 +111,7 @@ class RunConfig:
 
     seed: int = 0
     device: str = "auto"
+    start_from: str | None = None  # checkpoint whose weights training begins with: train --from
     architecture: str = "recurrent"
     model: Any = field(default_factory=dict)  # the architecture's own dataclass, as a table
     data: DataConfig = field(default_factory=DataConfig)

@@ -198,18 +198,7 @@ def load_checkpoint(path: Path, dtype: torch.dtype = torch.float32) -> Checkpoin
             missing, unknown or misshapen (all named).
     """
     path = resolve(path)
-    config = read_json_object(path / "config.json", CheckpointError)
-    if config.get("format") != FORMAT:
-        kind = config.get("model_type") or config.get("architectures") or "unknown"
-        raise CheckpointError(
-            f"{str(path)!r} is a foreign checkpoint (model type {kind}); this loads loopwise ones"
-        )
-    version, name, table = (_required(path, config, key) for key in _CONFIG_KEYS)
-    if version > VERSION:
-        raise CheckpointError(
-            f"{str(path)!r} has checkpoint format {version}, this version reads up to {VERSION}; "
-            "update loopwise"
-        )
+    name, table = read_config(path)
     model_class = MODELS[name]
     model = model_class(from_table(model_class.config_class, table, "model."))
     _load_weights(model, path / "model.safetensors")
@@ -230,6 +219,27 @@ def load_checkpoint(path: Path, dtype: torch.dtype = torch.float32) -> Checkpoin
         training=read_json_object(path / "training.json", CheckpointError),
         exits=read_json_object(exits_file, CheckpointError) if exits_file.is_file() else {},
     )
+
+
+def read_config(path: Path) -> tuple[str, dict[str, Any]]:
+    """Architecture and model settings of a checkpoint folder, before its weights are read.
+
+    Raises:
+        CheckpointError: foreign, of a newer format, or without them.
+    """
+    config = read_json_object(path / "config.json", CheckpointError)
+    if config.get("format") != FORMAT:
+        kind = config.get("model_type") or config.get("architectures") or "unknown"
+        raise CheckpointError(
+            f"{str(path)!r} is a foreign checkpoint (model type {kind}); this loads loopwise ones"
+        )
+    version, name, table = (_required(path, config, key) for key in _CONFIG_KEYS)
+    if version > VERSION:
+        raise CheckpointError(
+            f"{str(path)!r} has checkpoint format {version}, this version reads up to {VERSION}; "
+            "update loopwise"
+        )
+    return name, table
 
 
 def _required(path: Path, config: dict[str, Any], key: str) -> Any:

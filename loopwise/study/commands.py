@@ -28,7 +28,7 @@ from loopwise.study.allocating import frontier_stage
 from loopwise.study.measuring import fit_stage, measure_stage, plan_corpora
 from loopwise.study.results import collect_results, write_results
 from loopwise.study.texts import read_corpora, read_texts
-from loopwise.study.training import Prepared, prepare, train_stage
+from loopwise.study.training import Prepared, prepare, settings_from, train_stage
 
 Event = dict[str, Any]
 Asked = dict[str, Any]
@@ -67,8 +67,12 @@ def run_study(asked: Asked, folder: Path, emit: Emit, resume: bool = False) -> E
     }
 
 
-def train_command(asked: Asked, folder: Path, emit: Emit, resume: bool = False) -> Event:
-    """``loopwise train``."""
+def train_command(
+    asked: Asked, folder: Path, emit: Emit, resume: bool = False, start: Path | None = None
+) -> Event:
+    """``loopwise train``; ``start`` is a checkpoint to go on from."""
+    if start is not None:
+        asked = settings_from(asked, start)
     return train_stage(_begin(asked, folder, resume, to_measure=False), folder, emit, resume)
 
 

@@ -9,9 +9,13 @@ from typing import Any
 
 import torch
 
+from loopwise.config import merge
 from loopwise.data import Document, PackedBlocks, load_or_tokenize
+from loopwise.errors import ConfigError
 from loopwise.models import MODELS
-from loopwise.settings import RunConfig
+from loopwise.models.base import LoopedLM
+from loopwise.models.checkpoint import load_checkpoint, read_config, resolve
+from loopwise.settings import RunConfig, differing
 from loopwise.study.texts import cache_folder, make_tokenizer, read_texts
 from loopwise.tokenizer import Tokenizer, load_tokenizer
 from loopwise.train.loop import Event, Trainer
@@ -68,6 +72,58 @@ def prepare(config: RunConfig, tokenizer_file: Path | None = None) -> Prepared:
     )
 
 
+def settings_from(asked: dict[str, Any], path: Path) -> dict[str, Any]:
+    """``asked`` with the architecture, shape and tokenizer of a checkpoint to train on.
+
+    Raises:
+        CheckpointError: it is missing or broken.
+        ConfigError: other ones were asked for.
+    """
+    folder = resolve(path).absolute()
+    architecture, model = read_config(folder)
+    own = {
+        "start_from": str(folder),
+        "architecture": architecture,
+        "model": {k: v for k, v in model.items() if k != "vocab_size"},
+        "tokenizer": {"kind": str(folder)},
+    }
+    other = differing(own, {key: asked[key] for key in own if key in asked})
+    if other:
+        raise ConfigError(
+            f"--from keeps the shape and tokenizer of {str(path)!r}, but {other[0]} was asked "
+            "for; leave it out"
+        )
+    return merge(asked, own)
+
+
+def first_model(config: RunConfig, tokenizer: Tokenizer) -> tuple[LoopedLM, dict[str, Any]]:
+    """A fresh model, or that of ``start_from`` in float32; and what its checkpoints go on to say.
+
+    Raises:
+        ConfigError: ``start_from`` is of another shape or tokenizer than the settings.
+    """
+    model_class = MODELS[config.architecture]
+    wanted = config.model_config(tokenizer.vocab_size)
+    if config.start_from is None:
+        return model_class(wanted), {}
+    checkpoint = load_checkpoint(Path(config.start_from))
+    model = checkpoint.model
+    # The embedding may have rows of padding, which no tokenizer knows of.
+    rows = model.geometry.vocab_size
+    same = model.name == config.architecture and model.config == config.model_config(rows)
+    if not same or checkpoint.tokenizer.fingerprint != tokenizer.fingerprint:
+        raise ConfigError(
+            f"start_from={config.start_from!r} is of another shape or tokenizer than the settings; "
+            "start with loopwise train --from, which takes both from there"
+        )
+    carried: dict[str, Any] = {
+        "started_from": {"checkpoint": config.start_from, "weights_hash": checkpoint.weights_hash}
+    }
+    if "special_ids" in checkpoint.training:
+        carried["special_ids"] = checkpoint.training["special_ids"]
+    return model.train(), carried
+
+
 def train_stage(
     prepared: Prepared, folder: Path, emit: Callable[[Event], None], resume: bool = False
 ) -> Event:
@@ -80,9 +136,9 @@ def train_stage(
     (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
     emit({"event": "data", **prepared.info})
     torch.manual_seed(config.seed)
-    model_class = MODELS[config.architecture]
+    model, carried = first_model(config, tokenizer)
     trainer = Trainer(
-        model_class(config.model_config(tokenizer.vocab_size)),
+        model,
         tokenizer,
         prepared.train,
         prepared.held_out,
@@ -92,6 +148,7 @@ def train_stage(
         seed=config.seed,
         folder=folder,
         data_info=prepared.info,
+        carried=carried,
         device=prepared.device,
         on_event=emit,
     )

@@ -79,13 +79,14 @@ class Trainer:
     """Trains one model into a folder.
 
     Args:
-        model: float32, freshly made; it is moved to the compute dtype.
+        model: float32, freshly made or loaded; it is moved to the compute dtype.
         tokenizer: saved with every checkpoint.
         train, held_out: packed blocks.
         config, optim, depth: the settings.
         seed: of data order (through ``train``), depth draws and noise.
         folder: of ``metrics.jsonl`` and ``checkpoints/``.
         data_info: hashes and counts of the data, kept in ``training.json``.
+        carried: what else ``training.json`` is to say.
         on_event: called with every event that is logged, for displays.
     """
 
@@ -102,6 +103,7 @@ class Trainer:
         seed: int,
         folder: Path,
         data_info: dict[str, Any] | None = None,
+        carried: dict[str, Any] | None = None,
         device: torch.device | None = None,
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
@@ -113,6 +115,7 @@ class Trainer:
         self.config, self.optim, self.depth = config, optim, depth
         self.sampler = DepthSampler(depth)
         self.seed, self.folder, self.data_info = seed, folder, data_info or {}
+        self.carried = carried or {}
         compiled = config.compile == "on" or (config.compile == "auto" and can_compile(self.device))
         self.diagnostics = Diagnostics() if config.diagnostics else None
         self.loss = LoopedLoss(
@@ -324,6 +327,7 @@ class Trainer:
 
     def _training_info(self) -> Event:
         return {
+            **self.carried,
             "step": self.step,
             "steps": self.config.steps,
             "tokens_seen": self.tokens,

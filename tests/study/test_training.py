@@ -1,0 +1,108 @@
+"""Training that starts from a checkpoint: its weights, shape and tokenizer; resuming that."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from loopwise.models.checkpoint import load_checkpoint, save_checkpoint
+from loopwise.tokenizer import ByteTokenizer
+from tests.conftest import make_model
+from tests.test_cli import answer, refused, run, sets
+
+SMALL = (
+    *("train.seq=48", "train.micro_batch=2", "train.compile=off", "train.dtype=fp32"),
+    *("train.eval_blocks=2", "train.eval_depths=[1,2]", "train.save_every=2", "train.steps=4"),
+    *("depth.mean=2", "depth.backprop_depth=2"),
+)
+
+
+STILL = ("optim.lr=1e-30", "optim.embedding_lr=1e-30")
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Path:
+    training = {"special_ids": {"bos": 1}}
+    save_checkpoint(tmp_path / "start", make_model(), ByteTokenizer(), training)
+    return tmp_path / "start"
+
+
+def train(out: Path, *more: str | Path, settings: tuple[str, ...] = SMALL):  # type: ignore[no-untyped-def]
+    arguments = ["--data", "builtin:stories:16", "--out", out, "--json", *more]
+    return run("train", *arguments, *sets(*settings))
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    return load_checkpoint(path).model.state_dict()
+
+
+def test_training_goes_on_from_the_weights(start: Path, tmp_path: Path) -> None:
+    """With a step of size zero they come back as they were."""
+    made = answer(train(tmp_path / "run", "--from", start, settings=(*SMALL, *STILL)))
+    before, after = weights(start), weights(Path(made["checkpoint"]))
+    for key, value in before.items():
+        assert torch.allclose(after[key], value, atol=1e-6), key
+    facts = json.loads((Path(made["checkpoint"]) / "training.json").read_text())
+    assert facts["special_ids"] == {"bos": 1}
+    assert facts["started_from"]["weights_hash"] == load_checkpoint(start).weights_hash
+    settings = json.loads((tmp_path / "run" / "config.json").read_text())["settings"]
+    assert (settings["architecture"], settings["model"]["d_model"]) == ("recurrent", 32)
+    assert settings["start_from"] == str(start)
+
+
+def test_resuming_it_equals_not_having_stopped(start: Path, tmp_path: Path) -> None:
+    whole = answer(train(tmp_path / "whole", "--from", start))
+    answer(train(tmp_path / "run", "--from", start))
+    newest = tmp_path / "run" / "checkpoints" / "step-0000004"
+    for file in sorted(newest.rglob("*"), reverse=True):
+        file.unlink() if file.is_file() else file.rmdir()
+    newest.rmdir()
+    (tmp_path / "run" / "checkpoints" / "latest").write_text("step-0000002\n")
+    again = answer(train(tmp_path / "run", "--from", start, "--resume"))
+    one, other = weights(Path(whole["checkpoint"])), weights(Path(again["checkpoint"]))
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    assert weights(start)["adapter.weight"].sub(one["adapter.weight"]).abs().max() > 0
+
+
+def test_rows_of_padding_are_kept(tmp_path: Path) -> None:
+    """Published embeddings have more rows than their tokenizer ids."""
+    from loopwise.models.recurrent import RecurrentConfig, RecurrentModel
+
+    torch.manual_seed(0)
+    model = RecurrentModel(RecurrentConfig(vocab_size=300, d_model=32, n_heads=4, d_ff=48))
+    save_checkpoint(tmp_path / "start", model, ByteTokenizer(), {})
+    made = answer(train(tmp_path / "run", "--from", tmp_path / "start"))
+    assert weights(Path(made["checkpoint"]))["embedding.weight"].shape == (300, 32)
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ("model.d_model=64", "model.d_model=64"),
+        ("architecture=looped", "architecture='looped'"),
+        ("tokenizer.kind=byte", "tokenizer.kind='byte'"),
+    ],
+)
+def test_another_shape_or_tokenizer_is_refused(
+    start: Path, tmp_path: Path, setting: str, named: str
+) -> None:
+    result = train(tmp_path / "run", "--from", start, settings=(*SMALL, setting))
+    refused(result, "--from keeps the shape and tokenizer", named)
+    assert not (tmp_path / "run").exists()
+
+
+def test_bad_starts_are_one_line_and_leave_no_folder(start: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    refused(train(out, "--from", tmp_path / "nowhere"), "no checkpoint at")
+    refused(train(out, "--from", start, "--baseline", "flops"), "--from and --baseline")
+    (start / "config.json").write_text('{"model_type": "gpt2"}')
+    refused(train(out, "--from", start), "foreign checkpoint")
+    assert not out.exists()
+
+
+def test_a_start_set_by_hand_must_fit(start: Path, tmp_path: Path) -> None:
+    settings = (*SMALL, f"start_from={start}", "tokenizer.kind=byte")
+    refused(train(tmp_path / "run", settings=settings), "loopwise train --from")
