@@ -9,6 +9,9 @@ from loopwise.data import PackedBlocks, TokenBatch, generate, tokenize
 from loopwise.models.recurrent import RecurrentConfig, RecurrentModel
 from loopwise.tokenizer import ByteTokenizer
 
+# One thread: tests run beside one another, and their models are too small to share out.
+torch.set_num_threads(1)
+
 TINY = {
     "d_model": 32,
     "n_heads": 4,
