@@ -491,20 +491,21 @@ def _bench(command: str, what: str) -> None:
     def run(
         checkpoint: Annotated[Path, typer.Argument(help="Checkpoint or run folder.")],
         data: DataOption = None,
-        exit_: Annotated[
-            str, typer.Option("--exit", help="Exit rule under test.")
-        ] = "latent-change:0.1",
+        exit_: Annotated[str | None, typer.Option("--exit", help="Exit rule under test.")] = None,
         depth: Annotated[
             int | None, typer.Option("--depth", help="Full depth; default: the training mean.")
         ] = None,
         kv: Annotated[str, typer.Option("--kv", help="KV policy.")] = "per-loop",
         batch: Annotated[int, typer.Option("--batch", help="Requests in flight.")] = 32,
         requests: Annotated[int, typer.Option("--requests", help="Of one pass.")] = 64,
-        judged: Annotated[int, typer.Option("--judged", help="Requests scored.")] = 64,
+        judged: Annotated[
+            int | None, typer.Option("--judged", help="Requests scored; default 64.")
+        ] = None,
         repeats: Annotated[int, typer.Option("--repeats")] = 5,
         rate: Annotated[
-            float, typer.Option("--rate", help="serve: share of full-depth capacity.")
-        ] = 0.7,
+            float | None,
+            typer.Option("--rate", help="serve: share of full-depth capacity; default 0.7."),
+        ] = None,
         dtype: Annotated[str, typer.Option("--dtype", help="fp32 or bf16.")] = "fp32",
         compile_: Annotated[bool, typer.Option("--compile", help="Compile the model.")] = False,
         seed: Annotated[int, typer.Option("--seed")] = 0,
@@ -513,19 +514,20 @@ def _bench(command: str, what: str) -> None:
         debug: DebugOption = False,
     ) -> None:
         with _command(True, debug) as (_, answer):
-            from loopwise.bench.commands import COMMANDS, BenchOptions
+            from loopwise.bench.commands import COMMANDS, BenchOptions, check_used
             from loopwise.bench.common import keep
 
+            asked = {"exit": exit_, "judged": judged, "rate": rate}
+            given: dict[str, Any] = {k: v for k, v in asked.items() if v is not None}
+            check_used(command, given)
             options = BenchOptions(
+                **given,
                 data=tuple(data or BenchOptions().data),
-                exit=exit_,
                 depth=depth,
                 kv_policy=kv,
                 batch=batch,
                 requests=requests,
-                judged=judged,
                 repeats=repeats,
-                rate=rate,
                 dtype=dtype,
                 compile=compile_,
                 seed=seed,

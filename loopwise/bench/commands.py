@@ -3,147 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from rich.console import Console
 
 from loopwise.bench.baselines import generate_in_step, generate_padded
 from loopwise.bench.common import ratios, record, spread, table
 from loopwise.bench.drive import Pass, drive, figures
-from loopwise.bench.quality import Quality, judge
-from loopwise.bench.workload import Job, Lengths, make_jobs
-from loopwise.data import ReadOptions, ReadReport, read_documents
-from loopwise.engine import Engine, EngineConfig
+from loopwise.bench.setup import Bench, BenchOptions
+from loopwise.bench.workload import Job, Lengths
 from loopwise.engine.reference import ReferenceDecoder
 from loopwise.errors import ConfigError
-from loopwise.exits.rule import build_policy, parse_rule
-from loopwise.models.checkpoint import Checkpoint, load_checkpoint
+from loopwise.exits.rule import build_policy
 from loopwise.models.costs import flops_per_token
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BenchOptions:
-    """What is measured, on how much.
-
-    Attributes:
-        data: text the prompts are cut from.
-        exit: rule under test.
-        depth: full depth, the most any token may run; None: the training mean.
-        batch: requests in flight.
-        requests: of one pass.
-        judged: requests whose continuations are scored.
-        rate: of full-depth capacity at which requests arrive (`serve`).
-        smoke: seconds, to see that it runs.
-    """
-
-    data: tuple[str, ...] = ("builtin:stories:1000",)
-    exit: str = "latent-change:0.1"
-    depth: int | None = None
-    kv_policy: str = "per-loop"
-    batch: int = 32
-    requests: int = 64
-    judged: int = 64
-    repeats: int = 5
-    rate: float = 0.7
-    dtype: str = "fp32"
-    compile: bool = False
-    seed: int = 0
-    smoke: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("batch", "requests", "judged", "repeats"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name} {getattr(self, name)} must be at least 1")
-        if not self.rate > 0:
-            raise ConfigError(f"--rate {self.rate} must be above 0")
-        if self.dtype not in ("fp32", "bf16"):
-            raise ConfigError(f"--dtype {self.dtype!r} must be fp32 or bf16")
-
-
-class Bench:
-    """Engines of one checkpoint under different settings, on one workload."""
-
-    def __init__(self, path: Path, options: BenchOptions, lengths: Lengths, console: Console):
-        if options.smoke:
-            lengths = Lengths((8, 16), (4, 8))
-            options = replace(options, batch=min(options.batch, 4), requests=4, judged=4, repeats=2)
-        self.options, self.lengths, self.console = options, lengths, console
-        dtype = torch.float32 if options.dtype == "fp32" else torch.bfloat16
-        self.checkpoint: Checkpoint = load_checkpoint(path, dtype)
-        mean = self.checkpoint.trained_mean_depth
-        self.depth = options.depth or round(mean or 1)
-        rule = parse_rule(options.exit, self.depth)
-        self.rule = replace(rule, max_depth=min(rule.max_depth, self.depth))
-        documents = read_documents(options.data, ReadOptions(), ReadReport())
-        tokenizer = self.checkpoint.tokenizer
-        n = max(options.requests, options.judged)
-        jobs = make_jobs(documents, tokenizer, lengths, n, options.seed)
-        self.jobs, self.judged = jobs[: options.requests], jobs[: options.judged]
-        longest = lengths.prompt[1] + lengths.output[1]
-        self.config = EngineConfig(
-            exit=str(self.rule),
-            max_depth=self.depth,
-            kv_policy=options.kv_policy,
-            slots=options.batch,
-            max_seq=longest,
-            prefix_cache=False,
-            compile="on" if options.compile else "off",
-        )
-        self.first = Engine.from_checkpoint(self.checkpoint, self.config)
-
-    def engine(self, **changes: Any) -> Engine:
-        """Another engine of the same weights; compiled functions are shared."""
-        return Engine(
-            self.checkpoint.model,
-            self.checkpoint.tokenizer,
-            replace(self.config, **changes),
-            self.checkpoint.fitted_policies(),
-            self.first.runner.calls,
-        )
-
-    def say(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def quality(self) -> Quality:
-        return judge(self.first, self.judged, str(self.rule), self.say)
-
-    def timed(self, passes: dict[str, Callable[[], Pass]]) -> dict[str, list[Pass]]:
-        """Each in turn, after one warm-up each: A B A B ..."""
-        out: dict[str, list[Pass]] = {name: [] for name in passes}
-        for repeat in range(self.options.repeats + 1):
-            for name, run in passes.items():
-                found = run()
-                if repeat:  # the first warms up
-                    out[name].append(found)
-                    self.say(f"{repeat}/{self.options.repeats} {name}: {found.seconds:.2f} s")
-        return out
-
-    def settings(self) -> dict[str, Any]:
-        """What a figure depends on."""
-        g = self.checkpoint.model.geometry
-        return {
-            "checkpoint": self.checkpoint.weights_hash[:12],
-            "geometry": f"{g.n_prelude_layers}/{g.n_core_layers}/{g.n_coda_layers} layers, "
-            f"d_model {g.d_model}, vocabulary {g.vocab_size}",
-            "rule": str(self.rule),
-            "full_depth": self.depth,
-            "kv_policy": self.config.kv_policy,
-            "attention": self.first.attention,
-            "kv_bytes_per_token": self.first.cache.bytes_per_token,
-            "batch": self.options.batch,
-            "requests": len(self.jobs),
-            "workload": str(self.lengths),
-            "repeats": self.options.repeats,
-            "dtype": self.options.dtype,
-            "compiled": self.options.compile,
-            "data": list(self.options.data),
-        }
 
 
 def bench_decode(path: Path, options: BenchOptions, console: Console) -> dict[str, Any]:
@@ -315,6 +192,25 @@ COMMANDS: dict[str, Callable[[Path, BenchOptions, Console], dict[str, Any]]] = {
     "serve": bench_serve,
     "overhead": bench_overhead,
 }
+
+
+_UNUSED = {
+    "decode": {"rate"},
+    "prefill": {"rate"},
+    "serve": set[str](),
+    "overhead": {"rate", "exit", "judged"},
+}
+
+
+def check_used(command: str, given: Iterable[str]) -> None:
+    """Refuse options that this benchmark would not look at.
+
+    Raises:
+        ConfigError: naming the first of them.
+    """
+    for name in given:
+        if name in _UNUSED[command]:
+            raise ConfigError(f"bench {command} has no use for --{name}; leave it out")
 
 
 def _whole_depths(depth: float, most: int) -> tuple[int, int]:

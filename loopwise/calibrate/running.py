@@ -16,6 +16,7 @@ from loopwise.exits import EXITS
 from loopwise.exits.base import ExitPolicy, Reads
 from loopwise.exits.rule import ExitRule, build_policy
 from loopwise.measure.calibrate import (
+    HORIZON,
     Judged,
     Verdict,
     judge_convergence,
@@ -31,7 +32,6 @@ from loopwise.models.checkpoint import Checkpoint
 from loopwise.models.costs import flops_per_token
 
 Columns = dict[str, NDArray[np.float32]]
-_HORIZON = 32  # recurrences that convergence is watched over, or twice the full depth
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Calibration:
     def watch(self) -> Event:
         """Whether the model converges, beyond full depth."""
         limit = self.model.geometry.max_depth
-        horizon = max(_HORIZON, 2 * self.full)
+        horizon = max(HORIZON, 2 * self.full)
         horizon = horizon if limit is None else min(horizon, limit)
         columns, stage = ("change", "kl_prev"), "watching convergence"
         diverged = None

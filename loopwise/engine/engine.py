@@ -205,7 +205,7 @@ class Engine:
                 if progress is not None and now > done:
                     progress(now, len(requests))
                 done = now
-        except BaseException:
+        except BaseException:  # Ctrl-C too: nothing of this call stays in flight
             for request in requests:
                 self.cancel(request)
             raise

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from loopwise.data import PackedBlocks, ReadOptions, ReadReport, read_documents, tokenize
 from loopwise.engine.kv_policy import KV_POLICIES, parse_kv_policy
 from loopwise.errors import ConfigError, DivergenceError
-from loopwise.measure.calibrate import judge_convergence
+from loopwise.measure.calibrate import HORIZON, judge_convergence
 from loopwise.measure.evaluate import batches, check_depths
 from loopwise.measure.trace import trace_batch
 from loopwise.models.base import Geometry, LoopedLM
@@ -22,7 +22,6 @@ Facts = dict[str, Any]
 
 BUILT_IN = ("builtin:stories:40",)
 RINGS = (2, 4)  # sizes of ring-N that are shown
-HORIZON = 32  # recurrences the latent is watched over, or twice the full depth
 CONTEXT = 1024  # tokens that attention is priced at
 _SEQ = 128  # tokens of a block
 _BATCH = 8  # blocks

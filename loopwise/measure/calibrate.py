@@ -38,6 +38,7 @@ from loopwise.measure.frontier import replay
 
 STAKES = tuple(0.9 * 2.0**-k for k in range(6))
 _WEIGHTS = tuple(2.0**-k / (2 - 2.0**-5) for k in range(6))  # units vary little beside the clip
+HORIZON = 32  # recurrences that convergence is watched over, or twice the full depth
 CLIP_NATS = 0.05  # at least; a unit that loses more counts as this much
 CLIP_BUDGETS = 5  # and at least so many times the largest budget
 _SHARES = (0.1, 0.3, 0.5, 0.65, 0.8, 0.95, 1.1)  # of a budget, replayed; candidates stand there

@@ -157,6 +157,16 @@ def test_the_command_keeps_its_result(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("command", "option"),
+    [("decode", "--rate"), ("prefill", "--rate"), ("overhead", "--judged"), ("overhead", "--rate")],
+)
+def test_an_option_that_would_be_ignored_is_refused(checkpoint, command, option):
+    result = CliRunner().invoke(app, ["bench", command, str(checkpoint), option, "1"])
+    assert result.exit_code == 2
+    assert f"bench {command} has no use for {option}" in result.stderr
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"batch": 0}, "--batch 0"),
