@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from loopwise.config import check_choices
 from loopwise.errors import ConfigError
+from loopwise.train.muon import Muon
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +96,7 @@ class Optimizer:
                 others.append(master)
         self.parts: list[tuple[float, torch.optim.Optimizer]] = []
         if config.name == "muon":
-            muon = torch.optim.Muon(
+            muon = Muon(
                 matrices,
                 lr=config.lr,
                 momentum=config.momentum,
