@@ -1,0 +1,117 @@
+"""Commands that make checkpoints of other checkpoints, or say what one is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from loopwise.cli.app import app
+from loopwise.cli.options import (
+    DebugOption,
+    JsonOption,
+)
+from loopwise.cli.running import command
+from loopwise.errors import CheckpointError
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(help="Folder or hub id of a published checkpoint.")],
+    out: Annotated[Path, typer.Argument(help="Checkpoint folder to make.")],
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="Read pickled weights too, weights-only.")
+    ] = False,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option("--tokenizer", help="For a source without one: byte, or a tokenizer.json."),
+    ] = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Make a loopwise checkpoint of a published one; nothing but the format changes."""
+    with command(as_json, debug) as (display, answer):
+        from loopwise.hub.convert import conversion_lines, convert
+        from loopwise.hub.download import source_folder
+
+        if out.exists():  # before anything is downloaded
+            raise CheckpointError(f"{str(out)!r} exists already; choose another name")
+        folder = source_folder(source, allow_pickle=allow_pickle)
+        done = convert(folder, out, allow_pickle=allow_pickle, tokenizer=tokenizer)
+        display.stop()
+        for line in conversion_lines(done):
+            print(line)
+        answer(done.to_json())
+
+
+@app.command()
+def retrofit(
+    checkpoint: Annotated[Path, typer.Argument(help="A Llama-shaped checkpoint (fixed).")],
+    out: Annotated[Path, typer.Argument(help="Checkpoint folder to make.")],
+    prelude: Annotated[str, typer.Option("--prelude", help="Layers before the loop, e.g. 0-3.")],
+    core: Annotated[str, typer.Option("--core", help="Layers of the loop, e.g. 10-17.")],
+    coda: Annotated[str, typer.Option("--coda", help="Layers after the loop, e.g. 26-29.")],
+    start: Annotated[
+        Literal["injection", "latent"],
+        typer.Option(
+            "--start",
+            help="What recurrences start from before training: the prelude's output, so that all "
+            "depths agree, or their own, so that the core's layers run again and again.",
+        ),
+    ] = "injection",
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Make a depth-recurrent checkpoint out of the layers of an ordinary one; train it next."""
+    with command(as_json, debug) as (display, answer):
+        from loopwise.hub.retrofit import retrofit, retrofit_lines
+
+        layers = {"prelude": prelude, "core": core, "coda": coda}
+        done = retrofit(checkpoint, out, layers, start=start)
+        display.stop()
+        for line in retrofit_lines(done):
+            print(line)
+        answer(done.to_json())
+
+
+@app.command()
+def inspect(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint or run folder.")],
+    depth: Annotated[
+        float | None,
+        typer.Option("--depth", help="Mean depth under exits; default: half of full depth."),
+    ] = None,
+    full_depth: Annotated[
+        int | None,
+        typer.Option("--full-depth", help="Depth without exits; default: the training mean."),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option("--data", help="Text to watch it on; default: some of the built-in corpus."),
+    ] = None,
+    tokens: Annotated[int, typer.Option("--tokens", help="Of the text, at most.")] = 2048,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Shape, parameters, FLOPs, KV bytes, the cap of exits, and whether exits can be trusted."""
+    with command(as_json, debug) as (display, answer):
+        from loopwise.hub.inspect import inspect_checkpoint, inspect_lines
+        from loopwise.models.checkpoint import load_checkpoint
+
+        def watching(done: int, total: int) -> None:
+            event = {"event": "progress", "stage": "watching", "done": done, "total": total}
+            display(event)
+
+        facts = inspect_checkpoint(
+            load_checkpoint(checkpoint),
+            data,
+            mean_depth=depth,
+            full_depth=full_depth,
+            tokens=tokens,
+            progress=watching,
+        )
+        display.stop()
+        for line in inspect_lines(facts):
+            print(line)
+        answer(facts)

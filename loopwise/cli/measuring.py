@@ -1,0 +1,156 @@
+"""Commands that measure a checkpoint, and what rules and reports come of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from loopwise.cli.app import app
+from loopwise.cli.options import (
+    ConfigOption,
+    DataOption,
+    DebugOption,
+    JsonOption,
+    OutOption,
+    SetOption,
+    listed,
+    settings_table,
+)
+from loopwise.cli.running import command
+
+
+@app.command()
+def measure(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint or run folder.")],
+    data: DataOption = None,
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    out: OutOption = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Trace every token of --data at every recurrence; fits exit rules on its first part."""
+    with command(as_json, debug) as (display, answer):
+        from loopwise.study import measure_command
+
+        settings = settings_table(None, config, set_, data, None, None)
+        traces = measure_command(checkpoint, data, settings, out, display)
+        answer({"traces": [str(t.folder) for t in traces], "tokens": [t.n_tokens for t in traces]})
+
+
+@app.command()
+def frontier(
+    trace: Annotated[list[Path], typer.Argument(help="Trace folders.")],
+    checkpoint: Annotated[
+        Path | None, typer.Option("--checkpoint", help="Where the weights are now, if moved.")
+    ] = None,
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Quality against depth for every exit rule and the oracles, replayed and live."""
+    with command(as_json, debug) as (display, answer):
+        from loopwise.study import frontier_command
+
+        settings = settings_table(None, config, set_, None, None, None)
+        answer({"frontiers": frontier_command(trace, checkpoint, settings, display)})
+
+
+@app.command()
+def calibrate(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint or run folder.")],
+    data: Annotated[
+        list[str] | None,
+        typer.Option("--data", help="Held-out text; by default what the run held out."),
+    ] = None,
+    budget: Annotated[
+        str, typer.Option("--budget", help="Nats above full depth; a comma list makes tiers.")
+    ] = "0.01",
+    names: Annotated[
+        str | None,
+        typer.Option(
+            "--names",
+            help="Of the tiers. Default: balanced; high,fast; high,balanced,fast; "
+            "tier-1,tier-2,... from the smallest budget.",
+        ),
+    ] = None,
+    rules: Annotated[
+        str | None,
+        typer.Option(
+            "--rules",
+            help="Comma list of exit rules to compare. "
+            "Default: latent-change,latent-kl,second-difference,kl, where fitted.",
+        ),
+    ] = None,
+    depth: Annotated[
+        int | None, typer.Option("--depth", help="Full depth; default: the training mean.")
+    ] = None,
+    min_depth: Annotated[int, typer.Option("--min-depth", help="Of every rule.")] = 1,
+    patience: Annotated[int, typer.Option("--patience", help="Of every rule.")] = 1,
+    confidence: Annotated[
+        float, typer.Option("--confidence", help="That a tier keeps its budget.")
+    ] = 0.95,
+    unit: Annotated[
+        Literal["document", "block"],
+        typer.Option(
+            "--unit", help="What is drawn independently; block: parts of documents as well."
+        ),
+    ] = "document",
+    units: Annotated[
+        int | None,
+        typer.Option("--units", help="Judged, at most; default: 3 times what is needed."),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of how the text is divided.")] = 0,
+    force: Annotated[
+        bool, typer.Option("--force", help="Offer exit rules on a model that does not converge.")
+    ] = False,
+    allow_training_data: Annotated[
+        bool, typer.Option("--allow-training-data", help="Take text that was trained on.")
+    ] = False,
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Find the cheapest exit rule, or uniform depth, that keeps a budget; stored as tiers."""
+    with command(as_json, debug) as (display, answer):
+        from loopwise.calibrate.commands import calibrate_command
+        from loopwise.calibrate.options import CalibrateOptions
+        from loopwise.calibrate.results import summary_lines
+
+        options = CalibrateOptions(
+            budgets=tuple(listed(budget, float, "--budget")),
+            names=tuple(listed(names or "", str, "--names")),
+            rules=tuple(listed(rules or "", str, "--rules")),
+            depth=depth,
+            min_depth=min_depth,
+            patience=patience,
+            confidence=confidence,
+            unit=unit,
+            units=units,
+            seed=seed,
+            force=force,
+            allow_training_data=allow_training_data,
+        )
+        asked = settings_table(None, config, set_, None, None, None)
+        found = calibrate_command(checkpoint, data, options, asked, display)
+        display.stop()
+        for line in summary_lines(found):
+            print(line)
+        answer(found)
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="Run folder that holds results.json.")],
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Write report.html and plots/ from results.json."""
+    with command(as_json, debug) as (_, answer):
+        from loopwise.report import write_report
+
+        answer({"report": str(write_report(run))})
