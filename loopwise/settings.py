@@ -17,6 +17,7 @@ from loopwise.exits.base import Reads
 from loopwise.models import MODELS
 from loopwise.registry import did_you_mean
 from loopwise.train.loop import TrainConfig
+from loopwise.train.loss import ObjectiveConfig
 from loopwise.train.optim import OptimConfig
 from loopwise.train.recurrence import DepthConfig
 
@@ -119,6 +120,7 @@ class RunConfig:
     depth: DepthConfig = field(default_factory=DepthConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     measure: MeasureConfig = field(default_factory=MeasureConfig)
 
     def __post_init__(self) -> None:

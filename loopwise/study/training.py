@@ -19,6 +19,7 @@ from loopwise.settings import RunConfig, differing
 from loopwise.study.texts import cache_folder, make_tokenizer, read_texts
 from loopwise.tokenizer import Tokenizer, load_tokenizer
 from loopwise.train.loop import Event, Trainer
+from loopwise.train.loss import ObjectiveConfig, Teacher
 from loopwise.train.machine import pick_device
 
 
@@ -124,6 +125,25 @@ def first_model(config: RunConfig, tokenizer: Tokenizer) -> tuple[LoopedLM, dict
     return model.train(), carried
 
 
+def _teacher(
+    objective: ObjectiveConfig, tokenizer: Tokenizer, device: torch.device
+) -> Teacher | None:
+    """The teacher of ``objective``, at the depth it was trained for, in its own dtype.
+
+    Raises:
+        ConfigError: it has other words than the model.
+    """
+    if objective.distil_from is None:
+        return None
+    checkpoint = load_checkpoint(Path(objective.distil_from))
+    if checkpoint.tokenizer.fingerprint != tokenizer.fingerprint:
+        raise ConfigError(
+            f"objective.distil_from={objective.distil_from!r} has another tokenizer than the run; "
+            "distil from a model of the same vocabulary"
+        )
+    return Teacher(checkpoint.model.to(device), round(checkpoint.trained_mean_depth or 1))
+
+
 def train_stage(
     prepared: Prepared, folder: Path, emit: Callable[[Event], None], resume: bool = False
 ) -> Event:
@@ -149,6 +169,8 @@ def train_stage(
         folder=folder,
         data_info=prepared.info,
         carried=carried,
+        objective=config.objective,
+        teacher=_teacher(config.objective, tokenizer, prepared.device),
         device=prepared.device,
         on_event=emit,
     )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,11 +21,11 @@ from loopwise.models.checkpoint import POINTER
 from loopwise.models.costs import flops_per_token, parameters
 from loopwise.tokenizer import Tokenizer
 from loopwise.train.diagnostics import Diagnostics, gradients_of
-from loopwise.train.loss import LoopedLoss, LossOn
+from loopwise.train.loss import LoopedLoss, LossOn, ObjectiveConfig, Teacher
 from loopwise.train.machine import can_compile, matmul_peak, peak_memory_gib, pick_dtype
 from loopwise.train.metrics import MetricLog
 from loopwise.train.optim import OptimConfig, Optimizer, lr_factor
-from loopwise.train.recurrence import DepthConfig, DepthSampler
+from loopwise.train.recurrence import DepthConfig, DepthSchedule
 from loopwise.train.resume import clean_leftovers, load_step, save_step
 from loopwise.train.stopping import Interrupted, StopSignal
 
@@ -43,6 +44,7 @@ class TrainConfig:
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     compile: Literal["auto", "on", "off"] = "auto"
     loss_on: LossOn = "last"  # recurrences whose loss is learned from
+    only: tuple[str, ...] = ()  # parameters that learn, by name, * and ? allowed; empty: all
     diagnostics: bool = False  # gradient and latent norms of every step, in metrics.jsonl
     checkpoint_recurrences: bool = False  # recompute each recurrence backwards: less memory
     eval_every: int = 250  # steps
@@ -87,6 +89,7 @@ class Trainer:
         folder: of ``metrics.jsonl`` and ``checkpoints/``.
         data_info: hashes and counts of the data, kept in ``training.json``.
         carried: what else ``training.json`` is to say.
+        objective, teacher: what is learned beside the text's own tokens.
         on_event: called with every event that is logged, for displays.
     """
 
@@ -104,16 +107,19 @@ class Trainer:
         folder: Path,
         data_info: dict[str, Any] | None = None,
         carried: dict[str, Any] | None = None,
+        objective: ObjectiveConfig | None = None,
+        teacher: Teacher | None = None,
         device: torch.device | None = None,
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
         self.device = device or torch.device("cpu")
         dtype, self.dtype_reason = pick_dtype(config.dtype, self.device)
         self.model = model.to(self.device)
+        learn_only(self.model, config.only)
         self.optimizer = _make_optimizer(self.model, optim, dtype)
         self.tokenizer, self.train, self.held_out = tokenizer, train, held_out
         self.config, self.optim, self.depth = config, optim, depth
-        self.sampler = DepthSampler(depth)
+        self.schedule = DepthSchedule(depth, config.steps)
         self.seed, self.folder, self.data_info = seed, folder, data_info or {}
         self.carried = carried or {}
         compiled = config.compile == "on" or (config.compile == "auto" and can_compile(self.device))
@@ -122,6 +128,8 @@ class Trainer:
             self.model,
             backprop_depth=depth.backprop_depth,
             loss_on=config.loss_on,
+            objective=objective,
+            teacher=teacher,
             diagnostics=self.diagnostics,
             checkpoint_recurrences=config.checkpoint_recurrences,
             compiled=compiled,
@@ -148,10 +156,7 @@ class Trainer:
     def estimate(self) -> Event:
         """Memory and time of the run, before its first step, from formulas and the matmul peak."""
         peak = matmul_peak(self.model.dtype, self.device)
-        flops = sum(
-            p * self.costs.training(d + 1, self.depth.backprop_depth)
-            for d, p in enumerate(self.sampler.pmf)
-        )
+        flops = self.schedule.average(self.costs.training)
         seconds = flops * self.tokens_per_step * self.config.steps / (0.45 * peak)
         return {
             "event": "estimate",
@@ -165,7 +170,7 @@ class Trainer:
             "tokens": self.tokens_per_step * self.config.steps,
             "time_s": seconds,
             "memory_gib": self._memory_estimate_gib(),
-            "depth": self.sampler.describe(),
+            "depth": self.schedule.final.describe(),
         }
 
     def run(self, resume: bool = False) -> Event:
@@ -219,12 +224,14 @@ class Trainer:
 
     def _one_step(self, micro_batches: list[TokenBatch]) -> None:
         start = time.perf_counter()
-        depth = self.sampler.draw(self.seed, self.step)
+        through = self.schedule.at(self.step).config.backprop_depth
+        n = range(len(micro_batches))
+        depths = [self.schedule.draw(self.seed, self.step, index) for index in n]
         n_targets = sum(b.n_targets for b in micro_batches)
         total = 0.0
         for index, batch in enumerate(micro_batches):
             self._stop_if_asked()
-            loss = self.loss(batch, depth, self._seeds(batch, index))
+            loss = self.loss(batch, depths[index], self._seeds(batch, index), through)
             (loss / n_targets).backward()
             total += loss.item() / n_targets
         norm = self.optimizer.collect_gradients()
@@ -238,18 +245,19 @@ class Trainer:
         if finite:
             self.optimizer.step(norm, factor, self.step)
         else:
-            self._refuse_update(total, norm.item(), depth)
+            self._refuse_update(total, norm.item(), max(depths))
         self.step += 1
         self.last_loss = total
         seconds = time.perf_counter() - start
         positions = self.tokens_per_step
-        flops = positions * self.costs.training(depth, self.depth.backprop_depth) / seconds
+        per_token = sum(self.costs.training(d, through) for d in depths) / len(depths)
+        flops = positions * per_token / seconds
         self._emit(
             {
                 "event": "step",
                 "step": self.step,
                 "loss_nats": total,
-                "depth": depth,
+                "depth": depths[0] if self.depth.per == "step" else depths,
                 "grad_norm": norm.item(),
                 "lr": self.optim.lr * factor,
                 "tokens": self.tokens,
@@ -268,7 +276,8 @@ class Trainer:
     def _warn_of_idle_parameters(self) -> None:
         """Once: parameters no gradient reached, as when truncation cuts off all they feed."""
         self._first_of_run = False
-        idle = [name for name, m in self.optimizer.masters.items() if m.grad is None]
+        masters, params = self.optimizer.masters, self.optimizer.params
+        idle = [n for n, m in masters.items() if m.grad is None and params[n].requires_grad]
         if idle:
             self._emit(
                 {
@@ -334,7 +343,7 @@ class Trainer:
             "seq": self.config.seq,
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "seed": self.seed,
-            "depth": self.sampler.describe(),
+            "depth": self.schedule.final.describe(),
             "data": self.data_info,
             "last_train_loss_nats": self.last_loss if math.isfinite(self.last_loss) else None,
             "skipped_steps": self.skipped,
@@ -347,7 +356,7 @@ class Trainer:
         state = n * (2 * size + 16)
         g = self.model.geometry
         rows = self.config.seq * self.config.micro_batch
-        through = min(self.depth.backprop_depth, self.sampler.quantile(0.99))
+        through = min(self.depth.backprop_depth, self.schedule.final.quantile(0.99))
         # Measured: about 22 tensors of width d_model are kept per layer and token.
         per_layer = 22 * g.d_model * size * rows
         core = 1 if self.config.checkpoint_recurrences else through
@@ -363,6 +372,22 @@ class Trainer:
         if self._stop.name:
             self.optimizer.zero_grad()
             raise Interrupted(self.step, self._stop.name)
+
+
+def learn_only(model: LoopedLM, patterns: Sequence[str]) -> None:
+    """Freeze every parameter whose name fits none of the patterns; no pattern freezes none.
+
+    Raises:
+        ConfigError: a pattern that fits no parameter.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise ConfigError(
+                f"train.only: no parameter fits {pattern!r}; the first are {', '.join(names[:4])}"
+            )
+    for name, p in model.named_parameters():
+        p.requires_grad_(not patterns or any(fnmatch.fnmatch(name, x) for x in patterns))
 
 
 def _make_optimizer(model: LoopedLM, config: OptimConfig, dtype: torch.dtype) -> Optimizer:

@@ -88,6 +88,8 @@ class Optimizer:
         head: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
         for name, master in self.masters.items():
+            if not self.params[name].requires_grad:
+                continue
             if "unembedding" in name:
                 head.append(master)
             elif master.ndim == 2 and "embedding" not in name:
@@ -95,7 +97,7 @@ class Optimizer:
             else:
                 others.append(master)
         self.parts: list[tuple[float, torch.optim.Optimizer]] = []
-        if config.name == "muon":
+        if matrices and config.name == "muon":
             muon = Muon(
                 matrices,
                 lr=config.lr,
@@ -104,9 +106,10 @@ class Optimizer:
                 adjust_lr_fn="match_rms_adamw" if config.muon_scale == "match-rms" else "original",
             )
             self.parts.append((config.lr, muon))
-        else:
+        elif matrices:
             self.parts.append((config.lr, self._adamw(matrices, config.lr, config.weight_decay)))
-        self.parts.append((config.embedding_lr, self._adamw(others, config.embedding_lr, 0.0)))
+        if others:
+            self.parts.append((config.embedding_lr, self._adamw(others, config.embedding_lr, 0.0)))
         if head:
             head_lr = config.head_lr or config.embedding_lr
             self.parts.append((head_lr, self._adamw(head, head_lr, 0.0)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from loopwise.config import check_choices
 from loopwise.errors import ConfigError
 
+_PARTS = 100  # of a run, for what is averaged over it
 MAX_MEAN = 1000  # recurrences; past it the probability table is a typing error
 
 
@@ -31,6 +32,12 @@ class DepthConfig:
     max_depth: int | None = None  # draws above it are redrawn; default 4 x mean
     exact_mean: bool = True  # shift the distribution until its true mean is `mean`
     backprop_depth: int = 8  # gradients flow through the last so many recurrences
+    per: Literal["step", "micro-batch"] = "step"  # how often a depth is drawn
+    # The mean rises from 1 in whole numbers over `curriculum_fraction` of the steps, and gradients
+    # flow through no more than it (McLeish et al. 2025, retrofitting): linear, or 1-sqrt, which
+    # stays shallow for longer.
+    curriculum: Literal["none", "linear", "1-sqrt"] = "none"
+    curriculum_fraction: float = 0.5
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -45,6 +52,10 @@ class DepthConfig:
         if self.max_depth is not None and self.max_depth < self.mean:
             raise ConfigError(
                 f"depth.max_depth={self.max_depth} must be at least depth.mean={self.mean}"
+            )
+        if not 0 < self.curriculum_fraction <= 1:
+            raise ConfigError(
+                f"depth.curriculum_fraction={self.curriculum_fraction} must be in (0, 1]"
             )
         if self.kind == "fixed" and self.mean != round(self.mean):
             raise ConfigError(f"depth.mean={self.mean} must be whole for kind 'fixed'")
@@ -78,9 +89,9 @@ class DepthSampler:
         """Smallest depth that at least a share ``q`` of draws does not exceed."""
         return int(np.searchsorted(self._cdf, q - 1e-12) + 1)
 
-    def draw(self, seed: int, step: int) -> int:
-        """Depth of optimiser step ``step``."""
-        u = np.random.default_rng((seed, step)).random()
+    def draw(self, seed: int, *place: int) -> int:
+        """Depth of an optimiser step, or of a micro-batch of one: ``draw(seed, step, index)``."""
+        u = np.random.default_rng((seed, *place)).random()
         return min(int(np.searchsorted(self._cdf, u, side="right")), self.pmf.size - 1) + 1
 
     def describe(self) -> dict[str, float | int | str]:
@@ -97,6 +108,49 @@ class DepthSampler:
             "max": int(np.flatnonzero(self.pmf)[-1] + 1),
             "backprop_depth": self.config.backprop_depth,
         }
+
+
+class DepthSchedule:
+    """Which distribution each step of a run draws from.
+
+    Attributes:
+        final: the distribution the run ends with.
+    """
+
+    def __init__(self, config: DepthConfig, steps: int) -> None:
+        self.config, self.steps = config, steps
+        self.final = DepthSampler(config)
+        self._early: dict[int, DepthSampler] = {}
+
+    def at(self, step: int) -> DepthSampler:
+        """The distribution of optimiser step ``step`` (from 0)."""
+        config = self.config
+        done = step / (config.curriculum_fraction * self.steps)
+        if config.curriculum == "none" or done >= 1:
+            return self.final
+        share = done if config.curriculum == "linear" else 1 - math.sqrt(1 - done)
+        mean = max(1, math.ceil(share * config.mean))
+        if mean >= config.mean:
+            return self.final
+        if mean not in self._early:
+            through = min(config.backprop_depth, mean)
+            early = replace(config, mean=float(mean), backprop_depth=through)
+            self._early[mean] = DepthSampler(early)
+        return self._early[mean]
+
+    def draw(self, seed: int, step: int, index: int) -> int:
+        """Depth of micro-batch ``index`` of a step."""
+        place = (step,) if self.config.per == "step" else (step, index)
+        return self.at(step).draw(seed, *place)
+
+    def average(self, of: Callable[[int, int], float]) -> float:
+        """Mean over the run of ``of(depth, backprop depth)``."""
+        total = 0.0
+        for at in range(_PARTS):
+            sampler = self.at(at * self.steps // _PARTS)
+            through = sampler.config.backprop_depth
+            total += sum(p * of(d, through) for d, p in enumerate(sampler.pmf, 1) if p)
+        return total / _PARTS
 
 
 def _probability_table(config: DepthConfig) -> NDArray[np.float64]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from loopwise.errors import CheckpointError, NonFiniteError
+from loopwise.errors import CheckpointError, ConfigError, NonFiniteError
 from loopwise.measure.evaluate import batches, loss_by_depth
 from loopwise.models import checkpoint as checkpoint_module
 from loopwise.models.checkpoint import load_checkpoint
@@ -22,7 +22,7 @@ from loopwise.tokenizer import ByteTokenizer
 from loopwise.train.loop import Interrupted, TrainConfig, Trainer
 from loopwise.train.metrics import MetricLog, read_metrics
 from loopwise.train.optim import OptimConfig, lr_factor
-from loopwise.train.recurrence import DepthConfig
+from loopwise.train.recurrence import DepthConfig, DepthSchedule
 from tests.conftest import make_blocks, make_model
 
 
@@ -261,3 +261,34 @@ def test_a_run_killed_before_its_first_save_starts_again(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         trainer.run()
     assert make_trainer(tmp_path, steps=4).run(resume=True)["step"] == 4
+
+
+@pytest.mark.parametrize("optim", ["muon", "adamw"])
+def test_only_named_parameters_learn(tmp_path, optim):
+    trainer = make_trainer(tmp_path / "run", steps=3, optim=optim, only=("adapter*", "*.norm_*"))
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.run()
+    moved = {name for name, p in _weights(tmp_path / "run").items() if not p.equal(before[name])}
+    assert moved == {n for n in before if n.startswith("adapter") or ".norm_" in n}
+    again = make_trainer(tmp_path / "run", steps=4, optim=optim, only=("adapter*", "*.norm_*"))
+    assert again.run(resume=True)["step"] == 4
+    warnings = [
+        e for e in read_metrics(tmp_path / "run" / "metrics.jsonl") if e["event"] == "warning"
+    ]
+    assert not warnings, "what is frozen on purpose is no surprise"
+
+
+def test_a_pattern_that_fits_no_parameter_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no parameter fits 'adaptor"):
+        make_trainer(tmp_path / "run", only=("adaptor*",))
+
+
+def test_a_curriculum_starts_at_one_recurrence(tmp_path):
+    trainer = make_trainer(tmp_path / "run", steps=6)
+    trainer.schedule = DepthSchedule(DepthConfig(mean=6.0, curriculum="linear"), 6)
+    trainer.run()
+    depths = [
+        e["depth"] for e in read_metrics(tmp_path / "run" / "metrics.jsonl") if e["event"] == "step"
+    ]
+    assert depths[0] == 1
+    assert max(depths) > 2

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from loopwise.errors import ConfigError
 from loopwise.models.views import PackedView
-from loopwise.train.loss import LoopedLoss
+from loopwise.train.loss import LoopedLoss, ObjectiveConfig, Teacher
 from tests.conftest import make_model
 
 
@@ -74,3 +77,60 @@ def test_noise_start_depends_on_the_seed_alone(batch):
     seeds = torch.arange(batch.token_ids.numel()).view_as(batch.token_ids)
     assert loss(batch, 2, seeds).item() == loss(batch, 2, seeds).item()
     assert loss(batch, 2, seeds).item() != loss(batch, 2, seeds + 1).item()
+
+
+def _latents(model, batch, depth) -> list[torch.Tensor]:
+    view = PackedView(model.geometry.rope, batch.positions, batch.document_ids, model.dtype)
+    injection = model.prelude(batch.token_ids, view)
+    latents = [model.initial_latent(injection)]
+    for r in range(1, depth + 1):
+        latents.append(model.core_step(latents[-1], injection, r, view))
+    return [*latents, model.coda(latents[-1], depth, view)]
+
+
+def test_distillation_is_the_weighted_kl_to_the_teacher(batch):
+    model, teacher = make_model(0), make_model(1)
+    objective = ObjectiveConfig(distil_weight=0.3, distil_from="teacher")
+    loss = LoopedLoss(model, backprop_depth=3, objective=objective, teacher=Teacher(teacher, 2))
+    batch = replace(batch, targets=batch.targets.masked_fill(batch.positions % 3 == 0, -100))
+    logits = _latents(model, batch, 3)[-1]
+    taught = _latents(teacher, batch, 2)[-1].softmax(-1)
+    kl = (taught * (taught.log() - logits.log_softmax(-1))).sum(-1)
+    has_target = batch.targets != -100
+    own = LoopedLoss(model, backprop_depth=3)(batch, 3).item()
+    wanted = 0.7 * own + 0.3 * kl[has_target].sum().item()
+    assert loss(batch, 3).item() == pytest.approx(wanted, rel=1e-4)
+
+
+def test_a_model_has_nothing_to_learn_from_itself(batch):
+    objective = ObjectiveConfig(distil_weight=1.0, distil_from="teacher")
+    teacher = Teacher(make_model(0), 2)
+    loss = LoopedLoss(make_model(0), backprop_depth=2, objective=objective, teacher=teacher)
+    assert loss(batch, 2).item() == pytest.approx(0.0, abs=1e-3)
+    assert all(p.grad is None and not p.requires_grad for p in teacher.model.parameters())
+
+
+@pytest.mark.parametrize("depth", [1, 5])
+def test_the_pull_to_a_fixed_point_is_the_last_steps_squared_relative_change(batch, depth):
+    model = make_model()
+    objective = ObjectiveConfig(fixed_point_weight=0.05)
+    with_pull = LoopedLoss(model, backprop_depth=2, objective=objective)(batch, depth)
+    *_, before, last, _ = _latents(model, batch, depth)
+    moved = (last - before).norm(dim=-1) ** 2 / last.norm(dim=-1) ** 2
+    wanted = 0.05 * moved[batch.targets != -100].sum().item()
+    plain = LoopedLoss(model, backprop_depth=2)(batch, depth)
+    assert with_pull.item() - plain.item() == pytest.approx(wanted, rel=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"distil_weight": 1.5, "distil_from": "x"}, "distil_weight=1.5"),
+        ({"distil_weight": 0.5}, "go together"),
+        ({"distil_from": "x"}, "go together"),
+        ({"fixed_point_weight": float("nan")}, "fixed_point_weight=nan"),
+    ],
+)
+def test_objectives_that_make_no_sense_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        ObjectiveConfig(**changes)

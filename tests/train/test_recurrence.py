@@ -8,7 +8,7 @@ import pytest
 from numpy.typing import NDArray
 
 from loopwise.errors import ConfigError
-from loopwise.train.recurrence import DepthConfig, DepthSampler
+from loopwise.train.recurrence import DepthConfig, DepthSampler, DepthSchedule
 
 KINDS = ["lognormal", "lognormal-poisson"]
 DRAWS = 200_000
@@ -171,3 +171,34 @@ def test_impossible_distributions_are_refused(settings: dict[str, Any]) -> None:
 def test_settings_that_cannot_be_met_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         sampler(**settings)
+
+
+# Over a run.
+
+
+@pytest.mark.parametrize(("curriculum", "halfway"), [("linear", 4), ("1-sqrt", 3)])
+def test_a_curriculum_deepens_in_whole_numbers_up_to_the_mean(curriculum, halfway) -> None:
+    config = DepthConfig(mean=8, backprop_depth=4, curriculum=curriculum, curriculum_fraction=0.5)
+    schedule = DepthSchedule(config, steps=1000)
+    means = [schedule.at(step).mean for step in range(1000)]
+    assert means[0] == pytest.approx(1)
+    assert means == sorted(means)
+    assert means[250] == pytest.approx(halfway)
+    assert means[500:] == [pytest.approx(8)] * 500
+    through = [schedule.at(step).config.backprop_depth for step in range(1000)]
+    assert through == [min(4, round(mean)) for mean in means]
+    assert schedule.average(lambda depth, _: depth) == pytest.approx(sum(means) / 1000, rel=0.02)
+
+
+def test_without_a_curriculum_every_step_draws_from_the_final_table() -> None:
+    schedule = DepthSchedule(DepthConfig(mean=4), steps=10)
+    assert {schedule.at(step) for step in range(10)} == {schedule.final}
+    assert schedule.average(lambda depth, _: depth) == pytest.approx(4)
+
+
+def test_depths_are_drawn_per_step_or_per_micro_batch() -> None:
+    per_step = DepthSchedule(DepthConfig(mean=8), steps=10)
+    assert {per_step.draw(0, 3, index) for index in range(9)} == {per_step.final.draw(0, 3)}
+    each = DepthSchedule(DepthConfig(mean=8, per="micro-batch"), steps=10)
+    assert len({each.draw(0, 3, index) for index in range(9)}) > 1
+    assert each.draw(0, 3, 2) == each.draw(0, 3, 2)
