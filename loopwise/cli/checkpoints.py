@@ -115,3 +115,26 @@ def inspect(
         for line in inspect_lines(facts):
             print(line)
         answer(facts)
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint or run folder.")],
+    out: Annotated[Path, typer.Argument(help="Checkpoint folder to make.")],
+    dtype: Annotated[
+        Literal["fp32", "bf16"], typer.Option("--dtype", help="Of the weights; bf16 is half.")
+    ] = "fp32",
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Make a checkpoint to hand out: without the trainer's state, in a dtype."""
+    with command(as_json, debug) as (display, answer):
+        from loopwise.hub.export import export_checkpoint
+        from loopwise.models.checkpoint import load_checkpoint
+
+        done = export_checkpoint(load_checkpoint(checkpoint), out, dtype)
+        display.stop()
+        print(f"{done['out']}: {done['bytes'] / 2**20:.1f} MiB of weights")
+        if not done["exits"]:
+            print("without exit rules; fit them with `loopwise measure`")
+        answer(done)

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,10 @@ from loopwise.tokenizer import Tokenizer, load_tokenizer
 
 FORMAT = "loopwise-checkpoint"
 VERSION = 1
+MODEL_TYPE = (
+    "loopwise"  # how transformers tells our config.json from others'; it reads num_loops too
+)
+USUAL_DEPTH = 8  # recurrences of a model that does not say how it was trained
 POINTER = "latest"
 _CONFIG_KEYS: dict[str, type] = {"version": int, "architecture": str, "model": dict}
 _LFS = b"version https://git-lfs.github.com"
@@ -130,8 +134,10 @@ def save_checkpoint(
         config = {
             "format": FORMAT,
             "version": VERSION,
+            "model_type": MODEL_TYPE,
             "architecture": model.name,
             "model": to_table(model.config),
+            "num_loops": usual_depth(training, model.geometry.max_depth),
         }
         _write_json(aside / "config.json", config)
         (aside / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
@@ -227,28 +233,49 @@ def read_config(path: Path) -> tuple[str, dict[str, Any]]:
     Raises:
         CheckpointError: foreign, of a newer format, or without them.
     """
-    config = read_json_object(path / "config.json", CheckpointError)
+    return architecture_of(read_json_object(path / "config.json", CheckpointError), path)
+
+
+def architecture_of(config: Mapping[str, Any], source: Path | str) -> tuple[str, dict[str, Any]]:
+    """Architecture and model settings in what a config.json holds.
+
+    Args:
+        source: where it comes from, for messages.
+    Raises:
+        CheckpointError: foreign, of a newer format, or without them.
+    """
     if config.get("format") != FORMAT:
         kind = config.get("model_type") or config.get("architectures") or "unknown"
         raise CheckpointError(
-            f"{str(path)!r} is a foreign checkpoint (model type {kind}); this loads loopwise ones"
+            f"{str(source)!r} is a foreign checkpoint (model type {kind}); this loads loopwise ones"
         )
-    version, name, table = (_required(path, config, key) for key in _CONFIG_KEYS)
+    version, name, table = (_required(source, config, key) for key in _CONFIG_KEYS)
     if version > VERSION:
         raise CheckpointError(
-            f"{str(path)!r} has checkpoint format {version}, this version reads up to {VERSION}; "
+            f"{str(source)!r} has checkpoint format {version}, this version reads up to {VERSION}; "
             "update loopwise"
         )
     return name, table
 
 
-def _required(path: Path, config: dict[str, Any], key: str) -> Any:
+def usual_depth(training: Mapping[str, Any], limit: int | None) -> int:
+    """Recurrences to run where nobody says: the training mean, within what the weights allow.
+
+    Args:
+        training: what ``training.json`` holds.
+    """
+    mean = training.get("depth", {}).get("true_mean")
+    usual = USUAL_DEPTH if mean is None else max(1, round(mean))
+    return usual if limit is None else min(usual, limit)
+
+
+def _required(source: Path | str, config: Mapping[str, Any], key: str) -> Any:
     """One key of config.json, of the right kind."""
     if key not in config:
-        raise CheckpointError(f"config.json of {str(path)!r} lacks {key!r}; copy it again")
+        raise CheckpointError(f"config.json of {str(source)!r} lacks {key!r}; copy it again")
     if not isinstance(config[key], _CONFIG_KEYS[key]):
         raise CheckpointError(
-            f"config.json of {str(path)!r} has {key}={config[key]!r}; it must be "
+            f"config.json of {str(source)!r} has {key}={config[key]!r}; it must be "
             f"{_CONFIG_KEYS[key].__name__}"
         )
     return config[key]

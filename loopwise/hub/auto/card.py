@@ -1,0 +1,148 @@
+"""The model card: what the model is, how deep it was trained, and what depth costs in quality."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from loopwise.models.base import LoopedLM
+from loopwise.models.costs import flops_per_token, parameters
+
+_CONTEXT = 1024  # tokens that attention is priced at
+_USE = """\
+```python
+import loopwise.hub
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+model = AutoModelForCausalLM.from_pretrained("{name}")
+ids = tokenizer("Once upon a time", return_tensors="pt")
+print(tokenizer.decode(model.generate(**ids, {depth}, max_new_tokens=40)[0]))
+```"""
+
+
+def model_card(
+    model: LoopedLM,
+    training: Mapping[str, Any],
+    exits: Mapping[str, Any],
+    *,
+    name: str,
+    num_loops: int,
+    tags: Sequence[str] = (),
+) -> str:
+    """The text of a ``README.md`` for the hub.
+
+    Args:
+        training, exits: what ``training.json`` and ``exits.json`` hold.
+        name: folder or repository the example loads.
+        num_loops: recurrences where a call does not say.
+        tags: besides our own.
+    """
+    tiers = exits.get("tiers", {})
+    depth = f'exit="{next(iter(tiers))}"' if tiers else f"num_loops={num_loops}"
+    known = ["loopwise", "depth-recurrent", f"loopwise-{model.name}"]
+    head = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags:"]
+    head += [f"- {tag}" for tag in [*known, *(t for t in tags if t not in known)]]
+    parts = [
+        "\n".join([*head, "---"]),
+        f"# {Path(name).name}",
+        "A depth-recurrent language model: one block of layers is applied again and again, and how "
+        "often is chosen when it runs. It needs the Python package `loopwise`; no remote code.",
+        _USE.format(name=name, depth=depth),
+        "## Architecture",
+        _architecture(model),
+        "## Training",
+        _training(training, num_loops),
+        "## Calibrated tiers",
+        _tiers(tiers),
+        "## Results",
+        _results(training, tiers),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _architecture(model: LoopedLM) -> str:
+    g, costs = model.geometry, flops_per_token(model, _CONTEXT)
+    rows = [
+        ("architecture", model.name),
+        ("parameters", f"{parameters(model):,} (tied ones once)"),
+        ("layers", f"{g.n_prelude_layers} prelude, {g.n_core_layers} core, {g.n_coda_layers} coda"),
+        ("d_model", f"{g.d_model}, {g.n_heads} heads ({g.n_kv_heads} of keys and values)"),
+        ("vocabulary", f"{g.vocab_size:,}"),
+        (
+            f"FLOPs a token at {_CONTEXT} tokens of context",
+            f"{costs.core / 1e6:,.2f} M a recurrence, "
+            f"{(costs.prelude + costs.coda + costs.head) / 1e6:,.2f} M besides",
+        ),
+    ]
+    return _table(("", ""), rows)
+
+
+def _training(training: Mapping[str, Any], num_loops: int) -> str:
+    depth, data = training.get("depth", {}), training.get("data", {})
+    lines = []
+    if depth.get("true_mean") is not None:
+        spread = f", {depth['min']} to {depth['max']}" if "min" in depth and "max" in depth else ""
+        lines.append(f"Trained at a mean depth of {depth['true_mean']:.3g} recurrences{spread}.")
+    else:
+        lines.append("The depth it was trained at is not known.")
+    lines.append(f"Runs {num_loops} recurrences unless told otherwise.")
+    if training.get("tokens_seen") is not None:
+        lines.append(f"{training['tokens_seen']:,} tokens seen.")
+    if data.get("sources"):
+        lines.append(f"Data: {', '.join(Path(source).name for source in data['sources'])}.")
+    source = training.get("converted_from")
+    if source:
+        lines.append(f"Converted from {source['folder']} ({source['format']}).")
+    if training.get("weights_changed_by"):
+        lines.append("Trained on with transformers since; the figures are from before.")
+    return " ".join(lines)
+
+
+def _tiers(tiers: Mapping[str, Any]) -> str:
+    if not tiers:
+        return "None: `loopwise calibrate` makes them from a budget in nats."
+    rows = [
+        (f"`{name}`", f"`{tier['rule']}`", _nats(tier.get("budget_nats")), _share(tier))
+        for name, tier in tiers.items()
+    ]
+    columns = ("`exit=`", "exit rule", "budget, nats a token", "compute of full depth")
+    return _table(columns, rows)
+
+
+def _results(training: Mapping[str, Any], tiers: Mapping[str, Any]) -> str:
+    lines = []
+    loss = training.get("last_train_loss_nats")
+    if loss is not None:
+        lines.append(f"Last training loss: {loss:.3f} nats a token.\n")
+    rows = [
+        (
+            f"`{name}`",
+            _nats(tier["live"].get("mean_depth")),
+            _nats(tier["live"].get("p95_depth")),
+            _nats(tier["live"].get("token_excess_nats")),
+            _nats(tier.get("risk", {}).get("upper_bound")),
+        )
+        for name, tier in tiers.items()
+        if "live" in tier
+    ]
+    columns = ("`exit=`", "mean depth", "p95 depth", "excess nats a token", "upper bound, nats")
+    if rows:
+        lines.append(_table(columns, rows))
+        lines.append("\nMeasured live, against full depth, on text held out from training.")
+    return "\n".join(lines) if lines else "None stored with the checkpoint."
+
+
+def _nats(value: Any) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def _share(tier: Mapping[str, Any]) -> str:
+    share = tier.get("live", {}).get("charged_share")
+    return "" if share is None else f"{share:.0%}"
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,0 +1,388 @@
+"""A looped model as transformers knows models: called, generated with, trained, saved, uploaded."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from loopwise.errors import CheckpointError, ConfigError
+from loopwise.exits.rule import ExitRule
+from loopwise.hub.auto.cache import CACHE, check_cache, one_cache
+from loopwise.hub.auto.card import model_card
+from loopwise.hub.auto.config import LoopwiseConfig
+from loopwise.hub.auto.folder import (
+    HUB_ARGUMENTS,
+    WEIGHTS,
+    Beside,
+    beside_these,
+    read_beside,
+    write_beside,
+)
+from loopwise.hub.auto.inputs import read_inputs
+from loopwise.hub.auto.passes import Passed, exit_pass, uniform_pass
+from loopwise.hub.auto.plan import LayerIndex, Plan, make_plan
+from loopwise.hub.auto.upload import ONE_FILE, UPLOAD_ARGUMENTS, upload
+from loopwise.hub.auto.versions import check_version
+from loopwise.hub.auto.view import BatchView, FrozenView
+from loopwise.models import MODELS
+from loopwise.models.base import LoopedLM
+from loopwise.models.checkpoint import usual_depth
+
+check_version(transformers.__version__)
+
+
+@dataclass
+class LoopwiseOutput(CausalLMOutputWithPast):
+    """What transformers' causal models return, with the depth of each token.
+
+    Attributes:
+        exit_depths: recurrences each token of the call ran, ``(batch, seq)`` int64; 0 for padding.
+        hidden_states: where asked for, the latent before the loop and after each recurrence.
+    """
+
+    exit_depths: Tensor | None = None
+
+
+class Recurrence(GradientCheckpointingLayer):
+    """One core step, as the unit that gradient checkpointing recomputes; it has no weights."""
+
+    def forward(
+        self, latent: Tensor, injection: Tensor, r: int, view: BatchView, model: LoopedLM
+    ) -> Tensor:
+        return model.core_step(latent, injection, r, view)
+
+
+class LoopwiseForCausalLM(PreTrainedModel, GenerationMixin):
+    """Any architecture of MODELS behind the interfaces of transformers.
+
+    ``num_loops`` and ``exit`` are arguments of a call and of `generate`; nothing remembers them.
+
+    Attributes:
+        model: the :class:`loopwise.models.base.LoopedLM`.
+        beside: what lay beside its weights.
+    """
+
+    config_class = LoopwiseConfig
+    base_model_prefix = "model"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = True  # `Trainer` may pass num_items_in_batch
+    _supports_sdpa = True
+    _skip_keys_device_placement = ("past_key_values", "cache")
+
+    def __init__(self, config: LoopwiseConfig) -> None:
+        super().__init__(config)
+        self.model: LoopedLM = MODELS[config.architecture](config.settings)
+        self.recurrence = Recurrence()
+        self.beside = Beside()
+        self.default_plan: Plan | None = None  # of the copy that `generate` works on
+        self.register_load_state_dict_pre_hook(_with_prefix)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Nothing: the architecture has initialised itself."""
+
+    def get_input_embeddings(self) -> nn.Module:
+        return dict(self.model.named_children())["embedding"]
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.model.embedding = value
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The head's own matrix; None where it reads the embedding's."""
+        return dict(self.model.named_children()).get("unembedding")
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.model.unembedding = new_embeddings
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any
+    ) -> nn.Module:
+        """As transformers does; the config and shape of the model follow."""
+        resized = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
+        self.config.vocab_size = resized.weight.shape[0]
+        self.model.config = self.config.settings
+        self.model.geometry = self.config.geometry
+        return resized
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_loops: int | None = None,
+        exit: str | ExitRule | Plan | None = None,
+        *,
+        cache: Any = None,
+        inputs_embeds: None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        cache_position: Tensor | None = None,
+    ) -> LoopwiseOutput | tuple[Any, ...]:
+        """Logits, loss, cache and depths of one call.
+
+        Args:
+            input_ids: ``(batch, seq)`` int64.
+            attention_mask: ``(batch, cached + seq)`` int, bool or float; 1 for text, 0 for padding
+                on either side.
+            position_ids: ``(batch, seq)`` int; by default counted along the mask.
+            past_key_values, cache: one and the same, under its older and its newer name.
+            labels: ``(batch, seq)`` int64, -100 where nothing is learned; shifted here, so that
+                labels are the input ids themselves.
+            use_cache: whether to return a cache; by default the config's, and never while gradients
+                are recorded in training.
+            logits_to_keep: how many last tokens' logits to compute, or their indices; 0 for all.
+            num_loops: recurrences of every token; by default the config's.
+            exit: an exit rule (``"latent-change:0.1"``) or calibrated tier (``"balanced"``) that
+                stops each token at its own depth; outside training only.
+            num_items_in_batch: what the summed loss is divided by; by default its own tokens.
+            inputs_embeds, output_attentions: refused; other versions of transformers name them.
+            cache_position: of early versions; the cache itself says the same.
+        Raises:
+            ConfigError: ``num_loops`` with ``exit``, ``exit`` in training, or attention weights.
+            DepthError, ExitError: a depth or a rule that cannot be run.
+            ShapeError: a mask or positions that do not fit.
+        """
+        learning = self.training and torch.is_grad_enabled()
+        plan = self._plan(num_loops, exit)
+        if learning and not plan.uniform:
+            raise ConfigError(
+                f"exit={str(plan.rule)!r} decides without gradients and cannot be trained through; "
+                "train with num_loops=, or call model.eval()"
+            )
+        if inputs_embeds is not None:
+            raise ConfigError("inputs_embeds: the embedding is part of the prelude; give input_ids")
+        if output_attentions or self.config.output_attentions:
+            raise ConfigError("output_attentions: attention runs fused, its weights are not kept")
+        cache = one_cache(past_key_values, cache)
+        layers = LayerIndex(self.model.geometry, plan.rule.max_depth, plan.coda_entries)
+        if cache is not None and learning:
+            raise ConfigError("a KV cache cannot be written while training; leave it out")
+        wanted = self.config.use_cache if use_cache is None else use_cache
+        if cache is None and wanted and not learning:
+            cache = DynamicCache()
+        seen = check_cache(cache, layers)
+        inputs = read_inputs(input_ids, attention_mask, position_ids, seen)
+        keep_latents = output_hidden_states or self.config.output_hidden_states
+        passed = self._pass(
+            input_ids,
+            plan,
+            (BatchView if plan.uniform else FrozenView)(layers, inputs, cache, self.model.dtype),
+            slice(-logits_to_keep if logits_to_keep else None, None)
+            if isinstance(logits_to_keep, int)
+            else logits_to_keep,
+            bool(keep_latents),
+        )
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                logits=passed.logits,
+                labels=labels,
+                vocab_size=self.model.geometry.vocab_size,
+                num_items_in_batch=num_items_in_batch,
+            )
+        output = LoopwiseOutput(
+            loss=loss,
+            logits=passed.logits,
+            hidden_states=passed.latents,
+            exit_depths=passed.exit_depths,
+            **{CACHE: cache},
+        )
+        as_dict = self.config.return_dict if return_dict is None else return_dict
+        return output if as_dict else output.to_tuple()
+
+    def _pass(
+        self,
+        input_ids: Tensor,
+        plan: Plan,
+        view: BatchView,
+        kept: slice | Tensor,
+        keep_latents: bool,
+    ) -> Passed:
+        if isinstance(view, FrozenView):
+            if keep_latents:
+                raise ConfigError(
+                    "output_hidden_states needs a uniform depth; give num_loops= instead of exit="
+                )
+            return exit_pass(self.model, input_ids, view, plan, kept)
+
+        def core_step(latent: Tensor, injection: Tensor, r: int, view: BatchView) -> Tensor:
+            return self.recurrence(latent, injection, r, view, self.model)
+
+        return uniform_pass(
+            self.model,
+            input_ids,
+            view,
+            plan.rule.max_depth,
+            kept,
+            core_step=core_step,
+            keep_latents=keep_latents,
+        )
+
+    def _plan(self, num_loops: int | None, exit: str | ExitRule | Plan | None) -> Plan:
+        """See :func:`loopwise.hub.auto.plan.make_plan`."""
+        if num_loops is None and exit is None and self.default_plan is not None:
+            return self.default_plan
+        return make_plan(
+            self.model,
+            num_loops,
+            exit,
+            self.config.usual_loops,
+            lambda text, depth: self.beside.rule(self.model, text, depth),
+        )
+
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        *args: Any,
+        num_loops: int | None = None,
+        exit: str | ExitRule | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As transformers generates, at a depth or under an exit rule.
+
+        Its own caches are made for that depth. An assistant model keeps its own depth.
+
+        Args:
+            num_loops, exit: as for a call, at most one of them.
+        """
+        plan = self._plan(num_loops, exit)
+        other = copy.copy(self)  # the same modules and weights; depth and caches of this call alone
+        other.config = self.config.at(plan.rule.max_depth, plan.coda_entries)
+        other.default_plan = plan
+        return super(LoopwiseForCausalLM, other).generate(inputs, *args, **kwargs)
+
+    @staticmethod
+    def create_masks_for_generate(attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
+        """The mask as it is: each call turns it into what its cache needs."""
+        return attention_mask
+
+    @classmethod
+    def from_pretrained(cls, source: Any, *args: Any, **kwargs: Any) -> Any:
+        """As transformers loads models, but strict, and with what lies beside the weights.
+
+        Raises:
+            CheckpointError: tensors that are missing or unknown, by name.
+        """
+        wants_info = kwargs.pop("output_loading_info", False)
+        model, info = super().from_pretrained(source, *args, output_loading_info=True, **kwargs)
+        problems = [f"missing {key}" for key in sorted(info["missing_keys"])]
+        problems += [f"unknown {key}" for key in sorted(info["unexpected_keys"])]
+        if problems:
+            shown = "; ".join(problems[:5]) + ("; ..." if len(problems) > 5 else "")
+            raise CheckpointError(f"{str(source)!r} does not fit its config: {shown}")
+        where = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
+        model.beside = read_beside(str(source), kwargs.get("subfolder") or "", **where)
+        if model.config.num_loops is None:  # an older config.json
+            limit = model.model.geometry.max_depth
+            model.config.num_loops = usual_depth(model.beside.training, limit)
+        model._take_special_ids()
+        return (model, info) if wants_info else model
+
+    def _take_special_ids(self) -> None:
+        """What begins and ends texts, where no generation_config.json said so."""
+        checkpoint, generation = self.beside.checkpoint(self.model), self.generation_config
+        if checkpoint is None or generation is None:
+            return
+        ends = list(checkpoint.end_ids)
+        for name, usual in (
+            ("bos_token_id", checkpoint.bos_id),
+            ("eos_token_id", ends if len(ends) > 1 else ends[0]),
+            ("pad_token_id", ends[0]),
+        ):
+            if getattr(generation, name) is None:
+                setattr(generation, name, usual)
+
+    def save_pretrained(
+        self,
+        save_directory: Any,
+        is_main_process: bool = True,
+        state_dict: Mapping[str, Tensor] | None = None,
+        push_to_hub: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Write a loopwise checkpoint: one that transformers and loopwise both load.
+
+        Exit rules and tiers go along as long as the weights are those they were made for.
+
+        Args:
+            kwargs: of transformers' own method, and of `push_to_hub`.
+        Raises:
+            CheckpointError: the weights would be spread over several files.
+        """
+        given = {k: kwargs.pop(k) for k in ("repo_id", *UPLOAD_ARGUMENTS) if k in kwargs}
+        kwargs.setdefault("max_shard_size", ONE_FILE)
+        folder = Path(save_directory)
+        state = self.state_dict() if state_dict is None else state_dict
+        state = {key.removeprefix(f"{self.base_model_prefix}."): t for key, t in state.items()}
+        beside = beside_these(self.beside, state)
+        super().save_pretrained(folder, is_main_process, state, **kwargs)
+        if not is_main_process:
+            return
+        if not (folder / WEIGHTS).is_file():
+            raise CheckpointError(
+                f"the weights in {str(folder)!r} are not in one {WEIGHTS}, as a loopwise "
+                "checkpoint has them; leave max_shard_size and variant out"
+            )
+        write_beside(folder, beside)
+        name = given.get("repo_id", folder.name)
+        card = self._card(beside, name, given.pop("tags", None) or ())
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        if push_to_hub:
+            upload(folder, given.pop("repo_id", folder.name), **given)
+
+    def _card(self, beside: Beside, name: str, tags: Sequence[str]) -> str:
+        return model_card(
+            self.model,
+            beside.training,
+            beside.exits,
+            name=name,
+            num_loops=self.config.usual_loops,
+            tags=tags,
+        )
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> str:
+        """Upload what `save_pretrained` writes, with its model card; the address of the commit.
+
+        Args:
+            kwargs: ``commit_message``, ``commit_description``, ``private``, ``token``,
+                ``revision``, ``create_pr`` and ``tags``.
+        Raises:
+            ConfigError: an argument that is not one of these.
+        """
+        unknown = sorted(set(kwargs) - set(UPLOAD_ARGUMENTS))
+        if unknown:
+            raise ConfigError(
+                f"push_to_hub has no {', '.join(unknown)}; known: {', '.join(UPLOAD_ARGUMENTS)}"
+            )
+        tags = kwargs.pop("tags", None)
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder, repo_id=repo_id, tags=tags)
+            return upload(Path(folder), repo_id, **kwargs)
+
+
+def _with_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Lets ``load_state_dict`` take the names of the file, as `Trainer` does when it resumes."""
+    own = f"{prefix}{LoopwiseForCausalLM.base_model_prefix}."
+    for key in [k for k in state_dict if k.startswith(prefix) and not k.startswith(own)]:
+        state_dict[own + key.removeprefix(prefix)] = state_dict.pop(key)
+
+
+AutoModelForCausalLM.register(LoopwiseConfig, LoopwiseForCausalLM, exist_ok=True)

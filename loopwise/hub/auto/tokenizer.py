@@ -1,0 +1,147 @@
+"""The tokenizer of a loopwise checkpoint as transformers sees it: the same ids, nothing added."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import tokenizers
+import transformers
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from loopwise.config import read_json_object
+from loopwise.errors import CheckpointError, TokenizerError
+from loopwise.hub.auto.config import LoopwiseConfig
+from loopwise.hub.auto.folder import TOKENIZER, TRAINING
+from loopwise.hub.auto.versions import check_version
+from loopwise.tokenizer import BPETokenizer, ByteTokenizer, tokenizer_from_json
+
+check_version(transformers.__version__)
+
+
+class LoopwiseTokenizer(PreTrainedTokenizerFast):
+    """Byte-level BPE or plain bytes, with the begin and end the checkpoint was trained with.
+
+    - A text begins with the id its training documents began with (``add_bos_token=False`` or
+      ``add_special_tokens=False`` leave it out).
+    - Text that spells a special token stays text; ``split_special_tokens=False`` reads it as one.
+    - ``decode(encode(text)) == text``: special tokens decode to nothing, unless
+      ``skip_special_tokens=False``.
+    - Padding is on the left, as generation needs it, and of the end token, which a mask hides.
+
+    Args:
+        source: text of the checkpoint's ``tokenizer.json``, written back as it is.
+    """
+
+    vocab_files_names: ClassVar[dict[str, str]] = {
+        "loopwise_file": TOKENIZER,
+        "training_file": TRAINING,
+    }
+    model_input_names: ClassVar[list[str]] = ["input_ids", "attention_mask"]
+
+    def __init__(self, *args: Any, source: str | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._source = source
+        self._vocab_of_source = self.get_vocab()
+
+    @classmethod
+    def from_pretrained(cls, source: Any, *args: Any, **kwargs: Any) -> Any:
+        """As transformers loads tokenizers."""
+        # The file names its added tokens itself; given none, transformers does not look in it for
+        # a list that the byte tokenizer's file has not.
+        kwargs.setdefault("added_tokens_decoder", {})
+        return super().from_pretrained(source, *args, **kwargs)
+
+    @classmethod
+    def convert_to_native_format(
+        cls,
+        loopwise_file: str | None = None,
+        training_file: str | None = None,
+        tokenizer_file: str | None = None,
+        begins_text: bool = True,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Arguments of ``__init__`` from the files of a checkpoint.
+
+        Raises:
+            TokenizerError: no ``tokenizer.json``, or one this package cannot use.
+        """
+        if loopwise_file is None:
+            raise TokenizerError(f"{kwargs.get('name_or_path')!r} has no {TOKENIZER}")
+        text = Path(loopwise_file).read_text(encoding="utf-8")
+        own = tokenizer_from_json(text)
+        backend = byte_backend() if isinstance(own, ByteTokenizer) else _bpe_backend(text)
+        training = {}
+        if training_file is not None:
+            training = read_json_object(Path(training_file), CheckpointError)
+        said = training.get("special_ids", {})
+        names = {
+            f"{name}_token": backend.id_to_token(_first(said.get(name), usual))
+            for name, usual in (("bos", own.bos_id), ("eos", own.eos_id))
+        }
+        usual = {
+            **names,
+            "pad_token": kwargs.get("eos_token", names["eos_token"]),
+            "padding_side": "left",
+            "add_bos_token": begins_text,
+            "split_special_tokens": True,
+            "clean_up_tokenization_spaces": False,
+        }
+        return {**usual, **kwargs, "tokenizer_object": backend, "source": text}
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = True, **kwargs: Any) -> Any:
+        """The text of ``token_ids``, or the texts of several; special tokens decode to nothing."""
+        return super().decode(token_ids, skip_special_tokens=skip_special_tokens, **kwargs)
+
+    def batch_decode(self, sequences: Any, *args: Any, **kwargs: Any) -> Any:
+        """As `decode`, of each of several."""
+        return [self.decode(sequence, *args, **kwargs) for sequence in sequences]
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        """As transformers does, with the checkpoint's own ``tokenizer.json`` while it still holds.
+
+        Once tokens were added it holds no more, and the file is the one transformers writes.
+        """
+        written = super().save_pretrained(save_directory, *args, **kwargs)
+        folder = Path(save_directory)
+        config = read_json_object(folder / "tokenizer_config.json", TokenizerError)
+        config["begins_text"] = self.add_bos_token  # which transformers does not store
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n", "utf-8"
+        )
+        if self._source is not None and self.get_vocab() == self._vocab_of_source:
+            (folder / TOKENIZER).write_text(self._source, encoding="utf-8")
+        return written
+
+
+def byte_backend() -> tokenizers.Tokenizer:
+    """`ByteTokenizer` as one of the tokenizers library: a vocabulary of bytes and no merges."""
+    own, spelt = ByteTokenizer(), BPETokenizer.train([], 257)  # all bytes, and no merges either
+    vocab = tokenizers.Tokenizer.from_str(spelt.to_json()).get_vocab()
+    by_byte = {char: spelt.token_bytes(i)[0] for char, i in vocab.items() if i != spelt.bos_id}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=by_byte, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    specials = [own.decode([i], special=True) for i in (own.bos_id, own.eos_id)]
+    backend.add_special_tokens(specials)
+    return backend
+
+
+def _bpe_backend(text: str) -> tokenizers.Tokenizer:
+    """Of a ``tokenizer.json`` that :class:`loopwise.tokenizer.BPETokenizer` has accepted."""
+    backend = tokenizers.Tokenizer.from_str(text)
+    backend.no_padding()
+    backend.no_truncation()
+    return backend
+
+
+def _first(said: int | list[int] | None, usual: int) -> int:
+    """An id the checkpoint names besides its tokenizer; of several, the first."""
+    if isinstance(said, list):
+        said = said[0] if said else None
+    return usual if said is None else said
+
+
+AutoTokenizer.register(LoopwiseConfig, fast_tokenizer_class=LoopwiseTokenizer, exist_ok=True)

@@ -1,0 +1,42 @@
+"""A checkpoint to hand out: nothing that only its own training needs, weights in a dtype."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loopwise.models.checkpoint import (
+    Checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+    unique_tensors,
+    write_exits,
+)
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def export_checkpoint(checkpoint: Checkpoint, out: Path, dtype: str) -> dict[str, Any]:
+    """Write the model, tokenizer and what is known of its training to a new folder.
+
+    Exit rules go along where the weights are the same numbers; they were fitted to those.
+
+    Args:
+        dtype: a name in DTYPES.
+    Returns:
+        ``out``, ``bytes`` of the weights, and whether ``exits`` went along.
+    Raises:
+        CheckpointError: ``out`` exists, or the disk refuses.
+    """
+    tensors = unique_tensors(checkpoint.model)
+    made = {name: t.to(DTYPES[dtype]) for name, t in tensors.items()}
+    training = {**checkpoint.training, "exported_from": checkpoint.weights_hash}
+    save_checkpoint(out, checkpoint.model, checkpoint.tokenizer, training, state=made)
+    same = all(made[name].float().equal(t.float()) for name, t in tensors.items())
+    if checkpoint.exits and same:
+        kept = {k: v for k, v in checkpoint.exits.items() if k != "weights_hash"}
+        write_exits(load_checkpoint(out), kept)
+    size = (out / "model.safetensors").stat().st_size
+    return {"out": str(out), "bytes": size, "exits": bool(checkpoint.exits) and same}

@@ -1,0 +1,253 @@
+"""Stock generation: greedy, sampling, beams, assisted; at a depth and under exit rules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from loopwise.errors import ConfigError, ExitError
+from loopwise.exits.rule import build_policy, parse_rule
+from loopwise.measure.tiers import write_tiers
+from loopwise.models.checkpoint import load_checkpoint, write_exits
+from tests.hub.auto.folders import IDS, build, gap, saved
+
+transformers = pytest.importorskip("transformers")
+import loopwise.hub  # noqa: E402, F401 - what makes the Auto classes know us
+from loopwise.engine.reference import ReferenceDecoder  # noqa: E402
+from loopwise.hub.auto.cache import CACHE  # noqa: E402
+
+PROMPT = torch.tensor([IDS])
+RULES = ["latent-change:0.9,max=6", "kl:0.2,max=6", "fixed:4"]
+GREEDY = {"do_sample": False, "pad_token_id": 0}
+
+
+def load(path, **kwargs):
+    """A model whose texts do not end: random ones would end anywhere."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, **kwargs)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture
+def model(path):
+    return load(path)
+
+
+def continued(rule_text, prompt, n, model=None):
+    """What the reference decoder goes on with, greedily."""
+    rule = parse_rule(rule_text)
+    model = model or build("recurrent")
+    decoder = ReferenceDecoder(model, rule, build_policy(rule, None, model))
+    fed = list(decoder.generate(prompt, n))
+    made = [token.token_id for token in fed[len(prompt) :]]
+    assert len(made) == n
+    return made, [token.exit_depth for token in fed]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_greedy_text_is_that_of_the_reference_decoder(model, rule):
+    wanted, depths = continued(rule, IDS, 12)
+    text = model.generate(PROMPT, exit=rule, max_new_tokens=12, **GREEDY)
+    assert text[0, len(IDS) :].tolist() == wanted
+    again = model(text, exit=rule)  # the depths of a text, prompt and all
+    assert again.exit_depths[0].tolist() == depths
+
+
+def test_depth_is_an_argument_of_generation(model):
+    texts = []
+    for depth in (1, 2, 4, 8):
+        wanted, _ = continued(f"fixed:{depth}", IDS, 8)
+        text = model.generate(PROMPT, num_loops=depth, max_new_tokens=8, **GREEDY)
+        assert text[0, len(IDS) :].tolist() == wanted
+        texts.append(tuple(wanted))
+    assert len(set(texts)) > 1, "depth should matter"
+    usual = model.generate(PROMPT, max_new_tokens=8, **GREEDY)
+    assert usual[0, len(IDS) :].tolist() == continued("fixed:3", IDS, 8)[0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "part"),
+    [
+        ({"num_loops": 2, "exit": "kl:0.1"}, ConfigError, "contradict"),
+        ({"exit": "balanced"}, ExitError, "no tier"),
+        ({"num_loop": 2}, ValueError, "num_loop"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(model, asked, error, part):
+    with pytest.raises(error, match=part):
+        model.generate(PROMPT, max_new_tokens=2, **asked)
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.bool])
+@pytest.mark.parametrize("asked", [{"num_loops": 3}, {"exit": "kl:0.2,max=6"}])
+def test_u04_a_batch_of_prompts_generates_what_each_does_alone(model, kind, asked):
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(0, 256, (n,), generator=generator) for n in (3, 9, 17)]
+    ids, mask = torch.full((3, 17), 88), torch.zeros(3, 17, dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        ids[row, 17 - len(prompt) :], mask[row, 17 - len(prompt) :] = prompt, 1
+    texts = model.generate(ids, attention_mask=mask.to(kind), max_new_tokens=16, **asked, **GREEDY)
+    for row, prompt in enumerate(prompts):
+        alone = model.generate(prompt[None], max_new_tokens=16, **asked, **GREEDY)
+        assert texts[row, 17:].tolist() == alone[0, len(prompt) :].tolist(), f"prompt {row}"
+
+
+@pytest.mark.parametrize("asked", [{}, {"num_loops": 5}, {"exit": "latent-change:0.9,max=6"}])
+@pytest.mark.parametrize("rule", [{"exit": "kl:0.2,max=6"}, {}])
+def test_a_static_cache_says_the_same(model, asked, rule):
+    asked = asked or rule
+    plain = model.generate(PROMPT, max_new_tokens=9, **asked, **GREEDY)
+    static = model.generate(
+        PROMPT, max_new_tokens=9, cache_implementation="static", **asked, **GREEDY
+    )
+    assert torch.equal(static, plain)
+    ids, mask = torch.cat((torch.zeros(1, 3).long(), PROMPT), dim=1), torch.ones(1, 3 + len(IDS))
+    mask[:, :3] = 0
+    padded = model.generate(
+        ids,
+        attention_mask=mask.long(),
+        max_new_tokens=9,
+        cache_implementation="static",
+        **asked,
+        **GREEDY,
+    )
+    assert torch.equal(padded[:, 3:], plain)
+
+
+def test_u25_the_cache_is_used(model):
+    """After the prompt, one token at a time goes through the core."""
+    seen = []
+    handle = model.recurrence.register_forward_hook(lambda _, given, out: seen.append(out.shape[1]))
+    model.generate(PROMPT, num_loops=2, max_new_tokens=6, **GREEDY)
+    handle.remove()
+    assert seen == [len(IDS)] * 2 + [1] * 10
+
+
+def test_without_a_cache_the_text_is_the_same(model):
+    plain = model.generate(PROMPT, max_new_tokens=6, **GREEDY)
+    assert torch.equal(model.generate(PROMPT, max_new_tokens=6, use_cache=False, **GREEDY), plain)
+
+
+@pytest.mark.parametrize("asked", [{"num_loops": 3}, {"exit": "latent-change:0.9,max=6"}])
+def test_beams(model, asked):
+    """The cache follows its beams: without one the same texts win."""
+    settings = {"num_beams": 3, "max_new_tokens": 7, "num_return_sequences": 3, **asked, **GREEDY}
+    texts = model.generate(PROMPT, **settings)
+    assert texts.shape == (3, len(IDS) + 7)
+    assert torch.equal(model.generate(PROMPT, use_cache=False, **settings), texts)
+    assert len({tuple(text.tolist()) for text in texts}) == 3
+
+
+@pytest.mark.parametrize("asked", [{"num_loops": 3}, {"exit": "kl:0.2,max=6"}])
+def test_sampling(model, asked):
+    settings = {"do_sample": True, "top_k": 50, "max_new_tokens": 8, **asked}
+    texts = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        texts.append(model.generate(PROMPT, **{**GREEDY, **settings})[0].tolist())
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize("asked", [{}, {"num_loops": 4}, {"exit": "latent-change:0.9,max=6"}])
+def test_a_shallow_model_drafts_for_a_deep_one(model, path, asked):
+    """Assisted generation says what greedy generation does; the draft keeps its own depth."""
+    plain = model.generate(PROMPT, max_new_tokens=12, **asked, **GREEDY)
+    draft, depths = load(path, num_loops=1), set()
+    assert draft.config.num_loops == 1
+    draft.recurrence.register_forward_hook(lambda _, given, out: depths.add(given[2]))
+    text = model.generate(PROMPT, assistant_model=draft, max_new_tokens=12, **asked, **GREEDY)
+    assert torch.equal(text, plain)
+    assert depths == {1}
+
+
+def test_drafts_by_looking_up_the_prompt(model):
+    ids = torch.tensor([[*IDS, *IDS, *IDS[:5]]])
+    # Early versions look for an end and do not find None.
+    settings = {"eos_token_id": 257, "min_new_tokens": 10, "max_new_tokens": 10, **GREEDY}
+    for asked in ({"num_loops": 3}, {"exit": "kl:0.2,max=6"}):
+        plain = model.generate(ids, **asked, **settings)
+        text = model.generate(ids, prompt_lookup_num_tokens=3, **asked, **settings)
+        assert torch.equal(text, plain)
+
+
+def test_generation_goes_on_from_a_cache(model):
+    kv = transformers.DynamicCache()
+    first = model.generate(PROMPT, max_new_tokens=5, **{CACHE: kv}, **GREEDY)
+    more = model.generate(first, max_new_tokens=5, **{CACHE: kv}, **GREEDY)
+    assert torch.equal(more, model.generate(PROMPT, max_new_tokens=10, **GREEDY))
+
+
+def test_scores_are_the_logits_of_a_plain_pass(model):
+    out = model.generate(
+        PROMPT,
+        num_loops=4,
+        max_new_tokens=4,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **GREEDY,
+    )
+    whole = model(out.sequences, num_loops=4).logits[0, len(IDS) - 1 : -1]
+    assert gap(torch.stack(out.logits)[:, 0], whole.detach()) < 1e-5  # generate keeps float32
+
+
+def test_texts_end_and_are_padded_with_the_ids_of_the_checkpoint(path):
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    assert model.generation_config.bos_token_id == 256
+    assert model.generation_config.eos_token_id == 257
+    assert model.generation_config.pad_token_id == 257
+
+
+def test_a_calibrated_tier_by_its_name(tmp_path):
+    path = saved(tmp_path)
+    checkpoint = load_checkpoint(path, torch.float64)
+    write_tiers(checkpoint, {"balanced": {"rule": "latent-change:0.9,max=6"}})
+    model = load(path)
+    named = model(PROMPT, exit="balanced")
+    assert torch.equal(named.exit_depths, model(PROMPT, exit="latent-change:0.9,max=6").exit_depths)
+    assert len(set(named.exit_depths[0].tolist())) > 1
+    text = model.generate(PROMPT, exit="balanced", max_new_tokens=5, **GREEDY)
+    assert text[0, len(IDS) :].tolist() == continued("latent-change:0.9,max=6", IDS, 5)[0]
+    with pytest.raises(ExitError, match="did you mean 'balanced'"):
+        model(PROMPT, exit="balancd")
+
+
+def test_tiers_of_other_weights_are_refused(tmp_path):
+    path = saved(tmp_path)
+    checkpoint = load_checkpoint(path, torch.float64)
+    write_exits(checkpoint, {"tiers": {"balanced": {"rule": "kl:0.1"}}})
+    text = (path / "exits.json").read_text().replace(checkpoint.weights_hash, "0" * 64)
+    (path / "exits.json").write_text(text)
+    with pytest.raises(ExitError, match="other weights"):
+        load(path)(PROMPT, exit="balanced")
+
+
+# Generated once with transformers 5.24.0, greedily at depth 3; every version must say the same.
+PINNED = [219, 197, 219, 246, 219, 17, 49, 49]
+
+
+def test_u22_pinned_text_without_a_word_of_deprecation(path):
+    """Loaded by auto class and by class; at the oldest and at the newest version."""
+    import logging
+
+    from loopwise.hub.auto.model import LoopwiseForCausalLM
+
+    said: list[str] = []
+
+    class Listening(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    listening = Listening()
+    logging.getLogger("transformers").addHandler(listening)
+    try:
+        for kind in (transformers.AutoModelForCausalLM, LoopwiseForCausalLM):
+            text = kind.from_pretrained(path).generate(PROMPT, max_new_tokens=8, **GREEDY)
+            assert text[0, len(IDS) :].tolist() == PINNED
+    finally:
+        logging.getLogger("transformers").removeHandler(listening)
+    assert not [line for line in said if "deprecat" in line.lower() or "renamed" in line]
