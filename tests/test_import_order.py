@@ -17,7 +17,7 @@ ORDER = """
 __main__
 cli
 calibrate
-study bench generate display
+study bench harness generate display
 settings
 server
 hub report

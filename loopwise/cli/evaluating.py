@@ -13,6 +13,7 @@ from loopwise.cli.options import (
     DebugOption,
     JsonOption,
     SetOption,
+    listed,
     settings_table,
 )
 from loopwise.cli.running import command
@@ -48,3 +49,63 @@ def perplexity(
         for name, result in results.items():
             print_perplexity(name, result)
         answer(results)
+
+
+@eval_app.command()
+def tasks(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint or run folder.")],
+    names: Annotated[
+        str, typer.Option("--tasks", help="Comma list, e.g. piqa,arc_easy_local,seven_local.")
+    ],
+    depth: Annotated[int | None, typer.Option("--depth", help="Uniform recurrences.")] = None,
+    exit_: Annotated[str | None, typer.Option("--exit", help="Exit rule, live.")] = None,
+    tier: Annotated[str | None, typer.Option("--tier", help="Calibrated tier.")] = None,
+    kv: Annotated[str, typer.Option("--kv", help="KV policy.")] = "per-loop",
+    data_dir: Annotated[
+        Path | None,
+        typer.Option("--data-dir", help="Folder of the files of ..._local tasks."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", help="Questions of each task.")] = None,
+    num_fewshot: Annotated[int | None, typer.Option("--num-fewshot")] = None,
+    max_length: Annotated[
+        int | None, typer.Option("--max-length", help="Tokens of a request; default: as trained.")
+    ] = None,
+    too_long: Annotated[
+        Literal["truncate", "skip"], typer.Option("--too-long", help="Questions that do not fit.")
+    ] = "truncate",
+    dtype: Annotated[Literal["fp32", "bf16"], typer.Option("--dtype")] = "fp32",
+    bos: Annotated[
+        Literal["auto", "yes", "no"], typer.Option("--bos", help="Start token; auto: as trained.")
+    ] = "auto",
+    batch: Annotated[int | None, typer.Option("--batch", help="Requests together.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="JSON file of the result.")] = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Scores on tasks of lm-evaluation-harness; ..._local ones need no network."""
+    with command(as_json, debug) as (display, answer):
+        from loopwise.harness.commands import TasksOptions, tasks_command, tasks_lines
+        from loopwise.harness.model import ModelOptions
+
+        options = TasksOptions(
+            model=ModelOptions(
+                depth=depth,
+                exit=exit_,
+                tier=tier,
+                kv_policy=kv,
+                max_length=max_length,
+                dtype=dtype,
+                bos=bos,
+                batch=batch,
+            ),
+            data_dir=data_dir,
+            limit=limit,
+            num_fewshot=num_fewshot,
+            too_long=too_long,
+            out=out,
+        )
+        found = tasks_command(checkpoint, listed(names, str, "--tasks"), options, display)
+        display.stop()
+        for line in tasks_lines(found):
+            print(line)
+        answer(found)
