@@ -15,6 +15,7 @@ from rich.console import Console
 from loopwise.bench.baselines import generate_in_step, generate_padded
 from loopwise.bench.common import ratios, record, spread, table
 from loopwise.bench.drive import Pass, drive, figures
+from loopwise.bench.kv import bench_kv
 from loopwise.bench.setup import Bench, BenchOptions
 from loopwise.bench.workload import Job, Lengths
 from loopwise.engine.reference import ReferenceDecoder
@@ -191,6 +192,7 @@ COMMANDS: dict[str, Callable[[Path, BenchOptions, Console], dict[str, Any]]] = {
     "prefill": bench_prefill,
     "serve": bench_serve,
     "overhead": bench_overhead,
+    "kv": bench_kv,
 }
 
 
@@ -199,6 +201,7 @@ _UNUSED = {
     "prefill": {"rate"},
     "serve": set[str](),
     "overhead": {"rate", "exit", "judged"},
+    "kv": {"rate", "kv"},
 }
 
 
@@ -252,7 +255,7 @@ def _padded(bench: Bench) -> list[Pass]:
 def _reference(bench: Bench) -> dict[str, Any]:
     """One request, one row at a time, for a few tokens."""
     rule = bench.rule
-    policy = build_policy(rule, bench.checkpoint.fitted_policies())
+    policy = build_policy(rule, bench.checkpoint.fitted_policies(), bench.checkpoint.model)
     job = bench.jobs[0]
     decoder = ReferenceDecoder(bench.checkpoint.model, rule, policy)
     start = time.perf_counter()

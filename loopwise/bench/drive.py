@@ -106,16 +106,19 @@ class Forced:
         nll: of each token, nats; job after job.
         depth: recurrences of the token it was read from.
         job: which job it is of.
+        argmax: the likeliest token in its place, where asked for.
     """
 
     nll: NDArray[np.float64]
     depth: NDArray[np.int64]
     job: NDArray[np.int64]
+    argmax: NDArray[np.int64] | None = None
 
 
-def force(engine: Engine, jobs: Sequence[Job], exit: str) -> Forced:
-    """Score the texts' own continuations as decoding would, under the engine's KV policy."""
-    requests = [engine.submit(j.prompt, exit=exit, forced=j.continuation) for j in jobs]
+def force(engine: Engine, jobs: Sequence[Job], exit: str, argmax: bool = False) -> Forced:
+    """Score the jobs' continuations as decoding would, under the engine's KV policy."""
+    params = SamplingParams(logprobs=1) if argmax else None
+    requests = [engine.submit(j.prompt, params, exit=exit, forced=j.continuation) for j in jobs]
     while not engine.idle:
         engine.step()
     made = [r.generation().completions[0] for r in requests]
@@ -123,6 +126,7 @@ def force(engine: Engine, jobs: Sequence[Job], exit: str) -> Forced:
         nll=-np.concatenate([c.logprobs for c in made]),
         depth=np.concatenate([c.exit_depths for c in made]),
         job=np.repeat(np.arange(len(jobs)), [len(c.token_ids) for c in made]),
+        argmax=np.array([top[0][0] for c in made for top in c.top_logprobs]) if argmax else None,
     )
 
 

@@ -16,7 +16,7 @@ from loopwise.bench.workload import Lengths, make_jobs
 from loopwise.data import ReadOptions, ReadReport, read_documents
 from loopwise.engine import Engine, EngineConfig
 from loopwise.errors import ConfigError
-from loopwise.exits.rule import parse_rule
+from loopwise.measure.tiers import named_rule
 from loopwise.models.checkpoint import Checkpoint, load_checkpoint
 
 
@@ -26,7 +26,7 @@ class BenchOptions:
 
     Attributes:
         data: text the prompts are cut from.
-        exit: rule under test.
+        exit: rule or calibrated tier under test; None: what the benchmark usually takes.
         depth: full depth, the most any token may run; None: the training mean.
         batch: requests in flight.
         requests: of one pass.
@@ -36,7 +36,7 @@ class BenchOptions:
     """
 
     data: tuple[str, ...] = ("builtin:stories:1000",)
-    exit: str = "latent-change:0.1"
+    exit: str | None = None
     depth: int | None = None
     kv_policy: str = "per-loop"
     batch: int = 32
@@ -60,9 +60,20 @@ class BenchOptions:
 
 
 class Bench:
-    """Engines of one checkpoint under different settings, on one workload."""
+    """Engines of one checkpoint under different settings, on one workload.
 
-    def __init__(self, path: Path, options: BenchOptions, lengths: Lengths, console: Console):
+    Args:
+        usual: exit rule where the options name none; None is uniform full depth.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        options: BenchOptions,
+        lengths: Lengths,
+        console: Console,
+        usual: str | None = "latent-change:0.1",
+    ) -> None:
         if options.smoke:
             lengths = Lengths((8, 16), (4, 8))
             options = replace(options, batch=min(options.batch, 4), requests=4, judged=4, repeats=2)
@@ -71,7 +82,9 @@ class Bench:
         self.checkpoint: Checkpoint = load_checkpoint(path, dtype)
         mean = self.checkpoint.trained_mean_depth
         self.depth = options.depth or round(mean or 1)
-        rule = parse_rule(options.exit, self.depth)
+        rule = named_rule(
+            self.checkpoint, options.exit or usual or f"fixed:{self.depth}", self.depth
+        )
         self.rule = replace(rule, max_depth=min(rule.max_depth, self.depth))
         documents = read_documents(options.data, ReadOptions(), ReadReport())
         tokenizer = self.checkpoint.tokenizer

@@ -77,11 +77,13 @@ def _bench(name: str, what: str) -> None:
     def run(
         checkpoint: Annotated[Path, typer.Argument(help="Checkpoint or run folder.")],
         data: DataOption = None,
-        exit_: Annotated[str | None, typer.Option("--exit", help="Exit rule under test.")] = None,
+        exit_: Annotated[
+            str | None, typer.Option("--exit", help="Exit rule or tier under test.")
+        ] = None,
         depth: Annotated[
             int | None, typer.Option("--depth", help="Full depth; default: the training mean.")
         ] = None,
-        kv: Annotated[str, typer.Option("--kv", help="KV policy.")] = "per-loop",
+        kv: Annotated[str | None, typer.Option("--kv", help="KV policy; default per-loop.")] = None,
         batch: Annotated[int, typer.Option("--batch", help="Requests in flight.")] = 32,
         requests: Annotated[int, typer.Option("--requests", help="Of one pass.")] = 64,
         judged: Annotated[
@@ -103,14 +105,15 @@ def _bench(name: str, what: str) -> None:
             from loopwise.bench.commands import COMMANDS, BenchOptions, check_used
             from loopwise.bench.common import keep
 
-            asked = {"exit": exit_, "judged": judged, "rate": rate}
+            asked = {"exit": exit_, "kv": kv, "judged": judged, "rate": rate}
             given: dict[str, Any] = {k: v for k, v in asked.items() if v is not None}
             check_used(name, given)
+            given.pop("kv", None)
             options = BenchOptions(
                 **given,
                 data=tuple(data or BenchOptions().data),
                 depth=depth,
-                kv_policy=kv,
+                kv_policy=kv or "per-loop",
                 batch=batch,
                 requests=requests,
                 repeats=repeats,
@@ -129,3 +132,4 @@ _bench("decode", "Tokens per second with live exits against uniform depth and ot
 _bench("prefill", "Time to the first token of long prompts, with live exits.")
 _bench("serve", "Latency of requests that arrive at random.")
 _bench("overhead", "The engine against the same kernels in a bare loop.")
+_bench("kv", "Memory, speed and quality of every KV policy.")

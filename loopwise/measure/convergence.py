@@ -78,17 +78,20 @@ def contraction(change: NDArray, floor: float = 1e-4) -> dict[str, Any]:
     relative changes, over recurrences whose median is above ``floor`` (below it, rounding moves the
     latent); below 1 the loop contracts, and the distance left is about step x rate / (1 - rate).
     The median, because a few tokens that cycle would carry the mean: ``moving_share`` counts tokens
-    whose change at the horizon is still above MOVING_CHANGE.
+    whose change at the horizon is still above MOVING_CHANGE. Where the median is below ``floor``
+    from recurrence 3 on there is no rate (NaN): the model ``arrives_at_once``, and converges.
     """
     typical = np.median(change, axis=0)
     ratios = typical[1:] / np.maximum(typical[:-1], 1e-30)  # ratios[i] leads to recurrence i + 2
     used = [i for i in range(1, len(ratios)) if typical[i + 1] > floor]
     rate = math.exp(float(np.mean(np.log(ratios[used])))) if used else math.nan
+    at_once = not used and bool(len(ratios) > 1)
     return {
         "rate": rate,
         "ratios": ratios.tolist(),
         "recurrences_used": [i + 2 for i in used],
-        "converges": bool(used) and rate < CONVERGING_RATE,
+        "arrives_at_once": at_once,
+        "converges": at_once or (bool(used) and rate < CONVERGING_RATE),
         "moving_share": float((change[:, -1] > MOVING_CHANGE).mean()),
         "moving_change": MOVING_CHANGE,
     }

@@ -73,7 +73,7 @@ def convergence(looped: list[Convergence], draw: Draw) -> Html:
     rows = [
         [
             c["corpus"],
-            words.number(c["contraction"]["rate"], 3),
+            _rate(c),
             "yes" if c["contraction"]["converges"] else "no",
             words.small(facts.at_depth(c["curves"]["kl_prev"]["mean"], 2)),
             words.small(facts.at_depth(c["curves"]["kl_prev"]["mean"], 8)),
@@ -235,6 +235,11 @@ def _against_null(over: dict[str, float]) -> str:
     if over["low"] > 0:
         return "above chance"
     return "below the null" if over["high"] < 0 else "no more than chance"
+
+
+def _rate(c: Convergence) -> str:
+    found = c["contraction"]
+    return "arrives at once" if found.get("arrives_at_once") else words.number(found["rate"], 3)
 
 
 def _stragglers(c: Convergence) -> str:

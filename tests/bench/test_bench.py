@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,18 @@ def test_decode_states_speed_with_the_quality_it_cost(checkpoint):
     assert "reference" in names
 
 
+def test_exact_kv_costs_nothing_and_the_others_save_what_they_say(checkpoint):
+    found = COMMANDS["kv"](checkpoint, replace(OPTIONS, exit=None), Console(quiet=True))
+    rows = {row["name"]: row for row in found["rows"]}
+    exact = rows["per-loop"]
+    assert found["rule"] == "fixed:4"
+    assert exact["memory_ratio"] == exact["argmax_agreement"] == exact["same_text"] == 1.0
+    assert exact["nll_delta_nats"]["mean"] == exact["nll_delta_on_generated_nats"]["mean"] == 0.0
+    ratio = [rows[name]["memory_ratio"] for name in ("per-loop", "ring-2", "last")]
+    assert ratio == sorted(ratio, reverse=True) and len(set(ratio)) == 3
+    assert any(row["nll_delta_nats"]["mean"] != 0 for row in found["rows"])
+
+
 def test_exits_at_full_depth_cost_no_quality(checkpoint):
     options = BenchOptions(data=OPTIONS.data, exit="fixed:4", depth=4, smoke=True)
     found = COMMANDS["decode"](checkpoint, options, Console(quiet=True))
@@ -158,7 +171,13 @@ def test_the_command_keeps_its_result(checkpoint, tmp_path):
 
 @pytest.mark.parametrize(
     ("command", "option"),
-    [("decode", "--rate"), ("prefill", "--rate"), ("overhead", "--judged"), ("overhead", "--rate")],
+    [
+        ("decode", "--rate"),
+        ("prefill", "--rate"),
+        ("overhead", "--judged"),
+        ("overhead", "--rate"),
+        ("kv", "--kv"),
+    ],
 )
 def test_an_option_that_would_be_ignored_is_refused(checkpoint, command, option):
     result = CliRunner().invoke(app, ["bench", command, str(checkpoint), option, "1"])

@@ -133,7 +133,15 @@ def test_rounding_below_the_floor_does_not_count():
     assert contraction(noisy)["rate"] == pytest.approx(0.5, rel=1e-6)
 
 
-@pytest.mark.parametrize("change", [np.zeros((4, 6)), np.ones((4, 1)), np.ones((4, 2))])
+def test_a_loop_that_stands_still_from_the_start_arrives_at_once():
+    for change in (np.zeros((4, 6)), np.array([[1.0, 0.3, 1e-6, 1e-6]])):
+        found = contraction(change)
+        assert found["arrives_at_once"] and found["converges"]
+        assert math.isnan(found["rate"])
+    assert not contraction(0.5 ** np.arange(1, 9.0)[None])["arrives_at_once"]
+
+
+@pytest.mark.parametrize("change", [np.ones((4, 1)), np.ones((4, 2))])
 def test_a_rate_that_cannot_be_known_is_nan_not_a_guess(change):
     found = contraction(change)
     assert math.isnan(found["rate"])
