@@ -21,7 +21,12 @@ def run(request, tmp_path: Path) -> Path:
     def trainer(into: Path) -> None:
         (into / "optimizer.pt").write_bytes(b"state")
 
-    training = {"depth": {"true_mean": 4.0}}
+    sources = ["/home/somebody/texts/a.txt.xz", "builtin:stories", "hub:owner/name"]
+    training = {
+        "depth": {"true_mean": 4.0},
+        "data": {"sources": sources, "tokens": 9},
+        "started_from": {"checkpoint": "/home/somebody/runs/x", "weights_hash": "0"},
+    }
     model = make_model(tie_embeddings=request.param)
     save_checkpoint(tmp_path / "run", model, ByteTokenizer(), training, trainer=trainer)
     write_exits(load_checkpoint(tmp_path / "run"), {"policies": {"probe": {"weight": [1.0]}}})
@@ -36,6 +41,9 @@ def test_float32_keeps_weights_training_and_rules_and_drops_the_trainer(run, tmp
     assert not (tmp_path / "out" / "trainer").exists()
     assert after.trained_mean_depth == 4.0
     assert after.training["exported_from"] == before.weights_hash
+    sources = after.training["data"]["sources"]
+    assert sources == ["a.txt.xz", "builtin:stories", "hub:owner/name"]
+    assert "somebody" not in (tmp_path / "out" / "training.json").read_text()
     for name, tensor in before.model.state_dict().items():
         assert tensor.equal(after.model.state_dict()[name])
 
