@@ -22,6 +22,8 @@ def main(folders: list[str]) -> None:
     print(_table(convergence))
     print()
     print(_table([row for name, run in runs for f in run["frontiers"] for row in _rules(name, f)]))
+    print()
+    print(_table([_types(name, c) for name, run in runs for c in run["convergence"]]))
 
 
 def _convergence(name: str, run: dict[str, Any], c: dict[str, Any]) -> dict[str, str]:
@@ -45,6 +47,18 @@ def _convergence(name: str, run: dict[str, Any], c: dict[str, Any]) -> dict[str,
         "median settled": f"{c['settled']['median']:.0f}",
         "moving at mean": f"{c['moving_at_training_mean']:.1%}",
     }
+
+
+def _types(name: str, c: dict[str, Any]) -> dict[str, str]:
+    """Mean settled depth by token type, in one order for all rows."""
+    found = {t["type"]: t for t in c["token_types"]}
+    row = {"run": name, "corpus": c["corpus"]}
+    for kind in sorted(found):
+        t = found[kind]
+        row[kind] = f"{t['mean']:.2f} ({t['low']:.2f}-{t['high']:.2f})"
+    over = c["loss_optimal"]["over_null_nats"]
+    headroom = f"{over['mean']:.3f} ({over['low']:.3f}-{over['high']:.3f})"
+    return row | {"headroom over the null, nats": headroom}
 
 
 def _rules(name: str, frontier: dict[str, Any]) -> list[dict[str, str]]:

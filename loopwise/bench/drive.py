@@ -106,13 +106,13 @@ class Forced:
         nll: of each token, nats; job after job.
         depth: recurrences of the token it was read from.
         job: which job it is of.
-        argmax: the likeliest token in its place, where asked for.
+        argmax: the likeliest token in its place; empty where not asked for.
     """
 
     nll: NDArray[np.float64]
     depth: NDArray[np.int64]
     job: NDArray[np.int64]
-    argmax: NDArray[np.int64] | None = None
+    argmax: NDArray[np.int64]
 
 
 def force(engine: Engine, jobs: Sequence[Job], exit: str, argmax: bool = False) -> Forced:
@@ -126,7 +126,7 @@ def force(engine: Engine, jobs: Sequence[Job], exit: str, argmax: bool = False) 
         nll=-np.concatenate([c.logprobs for c in made]),
         depth=np.concatenate([c.exit_depths for c in made]),
         job=np.repeat(np.arange(len(jobs)), [len(c.token_ids) for c in made]),
-        argmax=np.array([top[0][0] for c in made for top in c.top_logprobs]) if argmax else None,
+        argmax=np.array([top[0][0] for c in made for top in c.top_logprobs], np.int64),
     )
 
 

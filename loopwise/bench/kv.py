@@ -48,7 +48,7 @@ def bench_kv(path: Path, options: BenchOptions, console: Console) -> dict[str, A
                 "speedup": ratios(seconds["per-loop"], seconds[name])["median"],
                 "nll_delta_nats": _delta(texts[name], texts["per-loop"]),
                 "nll_delta_on_generated_nats": _delta(again[name], again["per-loop"]),
-                "argmax_agreement": float((again[name].argmax == again["per-loop"].argmax).mean()),
+                "argmax_agreement": _agreement(again[name], again["per-loop"]),
                 "same_text": float(np.mean([a == b for a, b in zip(own, written, strict=True)])),
                 "tokens_until_other": float(np.mean(_agreeing(own, written))),
                 "mean_depth": float(texts[name].depth.mean()),
@@ -69,6 +69,10 @@ def _written(engine: Engine, jobs: Sequence[Job]) -> list[Job]:
 
 def _delta(ours: Forced, exact: Forced) -> dict[str, Any]:
     return mean_with_interval(ours.nll - exact.nll, exact.job)
+
+
+def _agreement(ours: Forced, exact: Forced) -> float:
+    return float((ours.argmax == exact.argmax).mean())
 
 
 def _agreeing(ours: Sequence[Job], exact: Sequence[Job]) -> list[int]:
