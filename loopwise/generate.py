@@ -13,7 +13,7 @@ from rich.text import Text
 
 from loopwise.engine import Engine, EngineConfig, Generation, Request
 from loopwise.engine.request import SamplingParams
-from loopwise.errors import ConfigError, DataError, RunFolderError
+from loopwise.errors import ConfigError, DataError, EngineError, RunFolderError
 from loopwise.exits.rule import ExitRule, parse_rule
 from loopwise.measure.tiers import named_rule, why_not_promised
 from loopwise.models.checkpoint import Checkpoint, load_checkpoint
@@ -87,6 +87,8 @@ def generate_command(
 
 def _one(engine: Engine, prompt: str, params: SamplingParams, console: Console) -> dict[str, Any]:
     answer = engine.generate([prompt], params)[0]
+    if answer.error is not None:
+        raise answer.error
     made = answer.completions[0]
     ids = [*answer.prompt_ids, *made.token_ids]
     rule = engine.default_rule
@@ -116,13 +118,16 @@ def _many(
     }
     if not out.exists():  # after all prompts have been taken
         out.write_text(head, encoding="utf-8")
-    tokens = 0
+    tokens, failed = 0, []
     with out.open("a", encoding="utf-8") as file:
         while running:
             engine.step()
             for request in [r for r in running if r.finished]:
                 index = running.pop(request)
                 answer = request.generation()
+                if answer.error is not None:  # no line: --resume tries it again
+                    failed.append(f"prompt {index}: {answer.error}")
+                    continue
                 tokens += sum(len(c.token_ids) for c in answer.completions)
                 line = json.dumps(_record(index, prompts[index], answer), ensure_ascii=False)
                 file.write(line + "\n")
@@ -130,6 +135,11 @@ def _many(
                 console.print(
                     f"{len(prompts) - len(running)}/{len(prompts)} prompts", highlight=False
                 )
+    if failed:
+        raise EngineError(
+            f"{len(failed)} of {len(prompts)} prompts failed, the others are in {str(out)!r}; "
+            f"--resume tries them again ({failed[0]})"
+        )
     return {"out": str(out), "prompts": len(prompts), "kept": len(done), "tokens": tokens}
 
 

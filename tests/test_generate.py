@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import Result
 from typer.testing import CliRunner
 
@@ -174,3 +176,16 @@ def test_a_missing_file_and_half_a_pair_of_options_are_refused(checkpoint, promp
     ):
         result = CliRunner().invoke(app, ["generate", str(checkpoint), *map(str, arguments)])
         refused(result, "--prompts")
+
+
+def test_a_prompt_that_fails_is_named_and_the_others_are_kept(checkpoint, prompts):
+    """One row of the embedding is NaN, as an overflow would leave it."""
+    model = make_model(0, injection="add", n_core_layers=1, tie_embeddings=False)
+    with torch.no_grad():
+        model.get_submodule("embedding").weight[ByteTokenizer().encode("W")[0]] = math.nan
+    broken = prompts.parent / "broken"
+    save_checkpoint(broken, model, ByteTokenizer(), {})
+    refused(generate(broken, prompts), "1 of 4 prompts failed", "prompt 2", "--resume")
+    assert sorted(answers(prompts)[1]) == [0, 1, 3]
+    refused(generate(broken, prompts, "--resume"), "1 of 4 prompts failed")
+    assert sorted(answers(prompts)[1]) == [0, 1, 3]

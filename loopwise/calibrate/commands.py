@@ -81,7 +81,7 @@ def choose_rules(
             policy=name, min_depth=options.min_depth, max_depth=full, patience=options.patience
         )
         try:
-            build_policy(rule, fitted)
+            build_policy(rule, fitted, checkpoint.model)
         except ExitError as err:
             if options.rules:
                 raise

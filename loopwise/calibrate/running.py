@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from loopwise.calibrate.options import CalibrateOptions, Emit, Event, progress, warning
 from loopwise.calibrate.texts import Split
 from loopwise.errors import DivergenceError
-from loopwise.exits import EXITS
-from loopwise.exits.base import ExitPolicy, Reads
+from loopwise.exits.base import ExitPolicy
 from loopwise.exits.rule import ExitRule, build_policy
 from loopwise.measure.calibrate import (
     HORIZON,
@@ -24,8 +23,9 @@ from loopwise.measure.calibrate import (
     propose_thresholds,
     unit_means,
 )
-from loopwise.measure.frontier import replay
+from loopwise.measure.frontier import FREE, replay
 from loopwise.measure.live import run_live
+from loopwise.measure.price import Checks, live_checks, replayed_checks
 from loopwise.measure.statistics import mean_with_interval
 from loopwise.measure.units import Units, trace_units
 from loopwise.models.checkpoint import Checkpoint
@@ -36,11 +36,15 @@ Columns = dict[str, NDArray[np.float32]]
 
 @dataclass(frozen=True, slots=True)
 class Exits:
-    """Depth, loss in nats and most likely token of each token at its exit, ``(tokens,)`` each."""
+    """Depth, loss in nats and most likely token of each token at its exit, ``(tokens,)`` each.
+
+    And what the rule's checks took to find it.
+    """
 
     depth: NDArray[Any]
     loss: NDArray[Any]
     argmax: NDArray[Any]
+    checks: Checks
 
 
 class Calibration:
@@ -89,7 +93,7 @@ class Calibration:
     def judge(self, rules: list[ExitRule]) -> dict[str, Verdict]:
         """Every rule's sequence and that of uniform depths, by policy."""
         fitted = self.checkpoint.fitted_policies()
-        policies = {rule.policy: build_policy(rule, fitted) for rule in rules}
+        policies = {rule.policy: build_policy(rule, fitted, self.model) for rule in rules}
         columns, scored = ("loss", "argmax"), tuple(policies.values())
         proposing = self._trace(
             self.split.proposing, self.full, columns, "proposing thresholds", scored
@@ -133,6 +137,7 @@ class Calibration:
                 np.full(len(full["loss"]), depth),
                 full["loss"][:, depth - 1],
                 full["argmax"][:, depth - 1],
+                FREE,
             )
             yield self._judged(rule, ran, ran, full)
 
@@ -149,27 +154,32 @@ class Calibration:
                 self.emit(progress(f"live exits, {rule.policy}", i * len(batches) + done, total))
 
             found = run_live(self.model, batches, at, policy, report)
-            live = Exits(found.exit_depth.numpy(), found.loss.numpy(), found.argmax.numpy())
+            live = Exits(
+                found.exit_depth.numpy(),
+                found.loss.numpy(),
+                found.argmax.numpy(),
+                live_checks(policy, found),
+            )
             depth = replay(full[f"score.{rule.policy}"], at)
             rows = np.arange(len(depth)), depth - 1
-            yield self._judged(
-                at, live, Exits(depth, full["loss"][rows], full["argmax"][rows]), full
-            )
+            asked = full.get(f"read.{rule.policy}")
+            checks = replayed_checks(type(policy), depth, asked)
+            replayed = Exits(depth, full["loss"][rows], full["argmax"][rows], checks)
+            yield self._judged(at, live, replayed, full)
 
     def _judged(self, rule: ExitRule, live: Exits, replayed: Exits, full: Columns) -> Judged:
         figures = {
-            "live": self._figures(rule, live, full),
-            "replayed": self._figures(rule, replayed, full),
+            "live": self._figures(live, full),
+            "replayed": self._figures(replayed, full),
         }
         excess = unit_means(live.loss - full["loss"][:, -1], self.split.judging.unit)
         return Judged(rule, excess, figures["live"]["charged_flops"], figures)
 
-    def _figures(self, rule: ExitRule, exits: Exits, full: Columns) -> Event:
+    def _figures(self, exits: Exits, full: Columns) -> Event:
         lost = exits.loss - full["loss"][:, -1]
         excess = unit_means(lost, self.split.judging.unit)
         depth = float(exits.depth.mean())
-        reads_logits = EXITS[rule.policy].reads is Reads.LOGITS
-        flops = self.costs.forward(depth, depth - 1 if reads_logits else 0.0)
+        flops = exits.checks.flops(self.costs, depth)
         return {
             "mean_depth": depth,
             "p95_depth": float(np.quantile(exits.depth, 0.95)),

@@ -18,12 +18,14 @@ class Counts:
         rows_by_recurrence: core row-steps by the recurrence they did, ``(max_depth + 1,)``.
         recent: the same of each of the last ticks.
         busy_s: time spent in ticks.
+        slot_ticks: ticks of every slot in use, whether its row ran or waited.
     """
 
     def __init__(self, max_depth: int) -> None:
         self.ticks = self.tokens = 0
-        self.prelude_rows = self.coda_rows = self.coda_passes = 0
+        self.prelude_rows = self.coda_passes = 0
         self.busy_s = 0.0
+        self.slot_ticks = 0
         self.rows_by_recurrence: Ints = np.zeros(max_depth + 1, np.int64)
         self.recent: deque[Ints] = deque(maxlen=RECENT)
 

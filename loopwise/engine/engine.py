@@ -28,7 +28,7 @@ from loopwise.engine.scheduler import Scheduler, Sequence
 from loopwise.engine.settings import EngineConfig
 from loopwise.engine.ticks import Ticks
 from loopwise.errors import DataError, DepthError, EngineError, ExitError
-from loopwise.exits.base import ExitPolicy, Observation, Reads
+from loopwise.exits.base import ExitPolicy, Observation, Output, Reads
 from loopwise.exits.rule import ExitRule, build_policy, parse_rule
 from loopwise.measure.evaluate import check_depths
 from loopwise.models.base import LoopedLM
@@ -185,6 +185,8 @@ class Engine:
     ) -> list[Generation]:
         """Decode prompts together; results in their order.
 
+        One that fails on the way (:attr:`Generation.error`) leaves the others' results whole.
+
         Args:
             params: for all, or one per prompt.
             progress: told (finished, all) after each tick that finished one.
@@ -304,15 +306,15 @@ class Engine:
                 f"{self.config.max_depth}; lower it or raise engine.max_depth"
             )
         if rule.policy not in self._policy_index:
-            policy: ExitPolicy = build_policy(rule, self._fitted)
+            policy = build_policy(rule, self._fitted, self.model)
             if policy.reads is Reads.TRUTH:
                 raise ExitError(
                     f"exit rule {policy.name!r} needs later recurrences; it cannot decode"
                 )
-            if policy.reads is Reads.LOGITS and not self.config.logits_exits:
+            if policy.reads.runs_coda and not self.config.logits_exits:
                 raise ExitError(
-                    f"exit rule {policy.name!r} reads logits; this engine was made with "
-                    "engine.logits_exits=false"
+                    f"exit rule {policy.name!r} reads logits or what they are made of; this engine "
+                    "was made with engine.logits_exits=false"
                 )
             _try(policy, self.model)
             self._policy_index[rule.policy] = self.runner.add_policy(policy)
@@ -333,10 +335,12 @@ class Engine:
             "ticks": counts.ticks,
             "busy_s": counts.busy_s,
             "tokens": counts.tokens,
+            "slot_ticks": counts.slot_ticks,
             "core_row_steps": int(counts.rows_by_recurrence.sum()),
             "rows_by_recurrence": counts.rows_by_recurrence[1:].tolist(),
             "prelude_rows": counts.prelude_rows,
-            "coda_rows": counts.coda_rows,
+            "coda_rows": self.runner.coda_rows,
+            "head_rows": self.runner.head_rows,
             "coda_passes": counts.coda_passes,
             "running": scheduler.running,
             "waiting": scheduler.waiting,
@@ -360,6 +364,6 @@ def _try(policy: ExitPolicy, model: LoopedLM) -> None:
     """Score one row of zeros, so that what was fitted to another model is refused here."""
     g = model.geometry
     latent = torch.zeros(1, g.d_model)
-    logits = torch.zeros(1, g.vocab_size)
-    seen = Observation(r=torch.ones(1).long(), latent=latent, previous=latent, logits=logits)
+    output = Output.known(torch.zeros(1, g.vocab_size), latent)
+    seen = Observation(r=torch.ones(1).long(), latent=latent, previous=latent, output=output)
     policy.score(seen, torch.zeros(1, policy.memory_width(g.vocab_size, g.d_model)))

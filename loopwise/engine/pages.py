@@ -29,7 +29,7 @@ class PagePool:
         self._holders = [0] * (pages + 1)
         self._known: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # page, identity
         self._key_of: dict[int, tuple[int, tuple[int, ...]]] = {}
-        self._roots: dict[Hashable, int] = {}
+        self._roots: OrderedDict[Hashable, int] = OrderedDict()  # last asked for at the end
         self._identities = itertools.count(1)
 
     @property
@@ -72,11 +72,16 @@ class PagePool:
     def root(self, key: Hashable) -> int:
         """Identity of the empty beginning of all prompts that share ``key``.
 
+        As many keys as there are pages are remembered; more could not all have a page.
+
         Args:
             key: what else than tokens must be equal: exit rule, seed of the noise, ...
         """
         if key not in self._roots:
             self._roots[key] = self.private_root()
+            if len(self._roots) > self.pages:
+                self._roots.popitem(last=False)
+        self._roots.move_to_end(key)
         return self._roots[key]
 
     def private_root(self) -> int:

@@ -1,8 +1,8 @@
 """Reference decoding: one request, one token, one recurrence at a time. Slow, obviously right.
 
 Every token keeps, by attention layer, the entries its KV policy names; a later token reads those
-the policy names for it. Where a rule reads logits, the coda keeps entries by the same policy, else
-one.
+the policy names for it. Where the checks of a rule run the coda, it keeps entries by the same
+policy, else one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from loopwise.engine.kv_policy import KVPolicy, PerLoop
 from loopwise.engine.request import SamplingParams
 from loopwise.engine.sampler import History, sample
 from loopwise.errors import DataError, ExitError
-from loopwise.exits.base import ExitPolicy, Observation, Reads
+from loopwise.exits.base import ExitPolicy, Observation, Output, Reads
 from loopwise.exits.rule import ExitRule, should_exit
 from loopwise.measure.evaluate import check_depths
 from loopwise.models.base import Geometry, LoopedLM
@@ -127,8 +127,8 @@ class ReferenceDecoder:
         self.chunk = chunk
         self.position = 0  # of the next token
         kept = PerLoop() if kv_policy is None else kv_policy
-        self._reads = policy.reads is Reads.LOGITS
-        self.view = ReferenceView(model.geometry, kept, kept if self._reads else None)
+        self._runs_coda = policy.reads.runs_coda
+        self.view = ReferenceView(model.geometry, kept, kept if self._runs_coda else None)
 
     def feed(self, token_id: int) -> DecodedToken:
         """Run one token to its exit."""
@@ -169,13 +169,15 @@ class ReferenceDecoder:
         self.view.position = row.position
         previous = row.latent
         row.latent = self.model.core_step(previous, row.injection, r, self.view)
-        if self._reads:
-            row.logits = self.model.coda(row.latent, r, self.view)
-        seen = Observation(r=r, latent=row.latent, previous=previous, logits=row.logits)
+        output = None
+        if self._runs_coda:
+            output = Output(self.model.hidden(row.latent, r, self.view), self.model.head)
+        seen = Observation(r=r, latent=row.latent, previous=previous, output=output)
         score, row.memory = self.policy.score(seen, row.memory)
         stop, row.hits = should_exit(self.rule, score, row.hits, r)
         if bool(stop):
             row.depth = r
+            row.logits = None if output is None else output.all()
 
     def generate(
         self,

@@ -14,7 +14,7 @@ from loopwise.errors import ConfigError
 # JSON has no infinity, and -9999 is what OpenAI's API shows for the same case.
 LOGPROB_FLOOR = -9999.0
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
 TopLogprobs = tuple[tuple[int, float], ...]  # (token id, log-probability), the best first
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from loopwise.engine.attention import Plan, RowsInPages
 from loopwise.engine.kv_cache import Ints, KVCache, Stage
 from loopwise.engine.rows import Batch, RowTable
-from loopwise.exits.base import ExitPolicy, Observation, Reads
+from loopwise.exits.base import ExitPolicy, Observation, Output, Reads
 from loopwise.exits.rule import should_exit
 from loopwise.models.base import LoopedLM
 from loopwise.models.layers import row_seeds
@@ -38,11 +38,13 @@ class Exits:
 
     Attributes:
         seats: of the rows.
-        logits: what their rule has read, ``(rows, vocab)``; None under rules that read none.
+        rows: their numbers in ``output``.
+        output: what the coda left for their rule; None under rules whose checks do not run it.
     """
 
     seats: Ints
-    logits: Tensor | None
+    rows: Ints
+    output: Output | None
 
 
 class Runner:
@@ -52,6 +54,9 @@ class Runner:
         model: frozen.
         calls: the model's functions.
         seats: rows that can be live at once.
+
+    Attributes:
+        coda_rows, head_rows: that went through each, checks and outputs alike.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class Runner:
         self._scratch = torch.empty(2, 0, dtype=model.dtype, device=self.device)
         self._entry = model.geometry.n_kv_heads * model.geometry.head_dim
         self.calls = calls
+        self.coda_rows = self.head_rows = 0
 
     def add_policy(self, policy: ExitPolicy) -> int:
         """The index by which rows name it."""
@@ -140,16 +146,16 @@ class Runner:
         batch = Batch.of(chunks)
         rows = batch.seats
         score: NDArray[np.float32] = np.full(len(rows), np.inf, np.float32)
-        logits = None
+        output = None
         if policy.reads is not Reads.NOTHING:
             seats = self._seats(rows)
-            if policy.reads is Reads.LOGITS:
-                logits = self.model.head(self._hidden(batch, self.cache.coda))
+            if policy.reads.runs_coda:
+                output = Output(self._hidden(batch, self.cache.coda), self._head)
             seen = Observation(
                 r=torch.from_numpy(table.r[rows]).to(self.device),
                 latent=self._latent.index_select(0, seats),
                 previous=self._previous.index_select(0, seats),
-                logits=logits,
+                output=output,
             )
             memory = self._memory[index]
             if memory.shape[1]:
@@ -160,10 +166,7 @@ class Runner:
         stop, table.hits[rows] = should_exit(
             table.bounds(rows), score, table.hits[rows], table.r[rows]
         )
-        if not stop.any():
-            return None
-        kept = None if logits is None else logits[torch.from_numpy(stop).to(self.device)]
-        return Exits(rows[stop], kept)
+        return Exits(rows[stop], np.flatnonzero(stop), output) if stop.any() else None
 
     def finite(self, seats: Ints) -> bool:
         """Whether the latents of these rows are numbers."""
@@ -184,9 +187,14 @@ class Runner:
         hidden = self._hidden(batch, self.cache.coda_once)
         place = np.empty(len(self.table.slot), np.int64)
         place[batch.seats] = np.arange(len(batch.seats))
-        return self.model.head(hidden.index_select(0, self._seats(place[wanted])))
+        return self._head(hidden.index_select(0, self._seats(place[wanted])))
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        self.head_rows += len(hidden)
+        return self.model.head(hidden)
 
     def _hidden(self, batch: Batch, stage: Stage) -> Tensor:
+        self.coda_rows += len(batch.seats)
         latent = self._latent.index_select(0, self._seats(batch.seats))
         r = torch.from_numpy(self.table.r[batch.seats]).to(self.device)
         return self.calls.hidden(latent, r, *self._view(batch, stage))

@@ -26,6 +26,8 @@ class Generation:
         ttft_s: from submission to the first token, of the first choice that had one.
         total_s: from submission to the last token.
         reused_tokens: of the prompt, found in the prefix cache.
+        error: what ended it, where its choices finished with reason ``error``; they hold what was
+            made until then.
     """
 
     prompt_ids: tuple[int, ...]
@@ -34,10 +36,13 @@ class Generation:
     ttft_s: float
     total_s: float
     reused_tokens: int
+    error: Exception | None = None
 
     @property
     def text(self) -> str:
-        """Of the first choice."""
+        """Of the first choice; raises ``error`` where there is one."""
+        if self.error is not None:
+            raise self.error
         return self.completions[0].text
 
 
@@ -117,9 +122,6 @@ class Request:
         return all(c.finish_reason is not None for c in self.choices)
 
     def generation(self) -> Generation:
-        """Raises what kept it from being finished."""
-        if self.error is not None:
-            raise self.error
         return Generation(
             prompt_ids=self.prompt_ids,
             prompt_exit_depths=tuple(self.depths),
@@ -127,6 +129,7 @@ class Request:
             ttft_s=self.ttft_s,
             total_s=self.total_s,
             reused_tokens=self.choices[0].sequence.reused,
+            error=self.error,
         )
 
 

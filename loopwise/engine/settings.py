@@ -26,7 +26,8 @@ class EngineConfig:
             of the result's meaning.
         prefill_rows: prompt tokens in the core at once; None: one chunk.
         prefix_cache: keep finished prompts and share what begins alike.
-        logits_exits: serve rules that read logits, which keep a coda entry per recurrence.
+        logits_exits: serve rules whose checks run the coda (they read logits, or what logits are
+            made of), which keep a coda entry per recurrence.
         coda_delay: ticks a settled token may wait for others that are about to settle, since coda
             and head cost almost as much for a few rows as for many.
         batching: ``continuous`` starts a token as soon as another stops. For comparison,

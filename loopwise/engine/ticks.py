@@ -7,18 +7,15 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from loopwise.engine.counts import Counts
-from loopwise.engine.kv_cache import Ints
 from loopwise.engine.request import FinishReason, TokenOutput
 from loopwise.engine.rows import RowTable
-from loopwise.engine.runner import LiveRows, Runner
+from loopwise.engine.runner import Exits, LiveRows, Runner
 from loopwise.engine.running import Choice
 from loopwise.engine.sampler import LogitsError, sample
 from loopwise.engine.scheduler import Chunk, Scheduler, Sequence
 from loopwise.engine.settings import EngineConfig
-from loopwise.exits.base import Reads
 
 Heard = Callable[[Choice, TokenOutput | None, FinishReason | None], None]
 
@@ -67,6 +64,7 @@ class Ticks:
         """One tick: admit, one recurrence of every live row, tokens of those that stop."""
         started = time.perf_counter()
         self._enter()
+        self.counts.slot_ticks += self.scheduler.running
         self._live = [c for c in self._live if not c.dropped]
         if self._live:
             self._recur()
@@ -103,8 +101,7 @@ class Ticks:
         exits = self.runner.recur([self._rows(c) for c in self._live])
         self.counts.see(self.table.r[np.concatenate([c.live for c in self._live])])
         for left in exits:
-            if left.logits is not None:
-                self._keep_logits(left.seats, left.logits)
+            self._keep_logits(left)
             gone = left.seats.tolist()
             touched = {id(c): c for c in map(self._chunk_at.__getitem__, gone)}
             leaving = set(gone)
@@ -116,12 +113,19 @@ class Ticks:
                     self._settled.append((self.scheduler.tick, chunk))
         self._live = [c for c in self._live if len(c.live)]
 
-    def _keep_logits(self, seats: Ints, logits: Tensor) -> None:
+    def _keep_logits(self, left: Exits) -> None:
         """The reading at the exit is the output; a prompt's last token waits for the others."""
-        for at, seat in enumerate(seats.tolist()):
+        if left.output is None:
+            return
+        wanted = []
+        for row, seat in zip(left.rows.tolist(), left.seats.tolist(), strict=True):
             chunk = self._chunk_at[seat]
             if seat == chunk.seats[-1] and chunk.end == len(chunk.sequence.tokens):
-                self._choices[chunk.sequence].logits = logits[at]
+                wanted.append((row, self._choices[chunk.sequence]))
+        if wanted:
+            rows = torch.tensor([row for row, _ in wanted], device=left.output.hidden.device)
+            for (_, choice), logits in zip(wanted, left.output.read(rows), strict=True):
+                choice.logits = logits
 
     def _read(self) -> None:
         """Coda and head for chunks that have settled, once they are worth a pass."""
@@ -132,7 +136,7 @@ class Ticks:
             return
         chunks = [c for _, c in self._settled]
         self._settled = []
-        unread = [c for c in chunks if not self._reads_logits(c)]
+        unread = [c for c in chunks if not self._reads_at_exit(c)]
         last = [c for c in chunks if c.end == len(c.sequence.tokens)]
         if unread:
             wanted = [c for c in unread if c.end == len(c.sequence.tokens)]
@@ -140,7 +144,6 @@ class Ticks:
             logits = self.runner.read([c.seats for c in unread], seats)
             for chunk, row in zip(wanted, logits, strict=True):
                 self._choices[chunk.sequence].logits = row
-            self.counts.coda_rows += sum(len(c.seats) for c in unread)
             self.counts.coda_passes += 1
         for chunk in chunks:
             self._note_depths(chunk)
@@ -167,9 +170,9 @@ class Ticks:
                 return True
         return False
 
-    def _reads_logits(self, chunk: Chunk) -> bool:
+    def _reads_at_exit(self, chunk: Chunk) -> bool:
         policy = self._choices[chunk.sequence].policy
-        return self.runner.policies[policy].reads is Reads.LOGITS
+        return self.runner.policies[policy].reads.runs_coda
 
     def _note_depths(self, chunk: Chunk) -> None:
         choice = self._choices[chunk.sequence]
@@ -194,7 +197,7 @@ class Ticks:
             except LogitsError as err:  # those rows end with it, the others are sound
                 for row in err.rows:
                     choices[row].request.error = err
-                    self.finish(choices[row], "cancelled")
+                    self.finish(choices[row], "error")
                 keep = [i for i in range(len(choices)) if i not in err.rows]
                 choices, depths = [choices[i] for i in keep], [depths[i] for i in keep]
                 logits = logits[keep]

@@ -16,8 +16,21 @@ EXITS = Registry(
         "cosine": "loopwise.exits.cosine:CosineChange",
         "second-difference": "loopwise.exits.second_difference:SecondDifference",
         "latent-kl": "loopwise.exits.latent_kl:LatentKL",
+        "short-list-kl": "loopwise.exits.short_list_kl:ShortListKL",
+        "sketched-kl": "loopwise.exits.sketched_kl:SketchedKL",
+        "certified": "loopwise.exits.certified:Certified",
+        "gate": "loopwise.exits.gate:Gate",
         "probe": "loopwise.exits.probe:Probe",
         "oracle": "loopwise.exits.oracle:Oracle",
     },
     ExitError,
 )
+
+
+def needs_fitting(name: str) -> bool:
+    """Whether the rule has a state that is fitted to text and stored with the checkpoint.
+
+    Raises:
+        ExitError: an unknown name.
+    """
+    return bool(EXITS[name].needs_fitting)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from loopwise.errors import ExitError
-from loopwise.exits.base import Observation, Reads
-
-_LARGEST_VOCAB = 2**24  # float32 holds every whole number up to here
+from loopwise.exits.base import ExitPolicy, Observation, Reads, check_ids_fit
 
 
-class ArgmaxChange:
+class ArgmaxChange(ExitPolicy):
     """Settled once the answer stays; the rule's patience says for how many recurrences.
 
     ``argmax:0,patience=5`` stops after five recurrences in a row without a change.
@@ -27,11 +24,7 @@ class ArgmaxChange:
         Raises:
             ExitError: token ids that float32 cannot tell apart.
         """
-        if vocab_size > _LARGEST_VOCAB:
-            raise ExitError(
-                f"exit rule 'argmax' remembers token ids in float32, which is exact for up to "
-                f"{_LARGEST_VOCAB} tokens; the vocabulary has {vocab_size}; use margin or entropy"
-            )
+        check_ids_fit(self.name, vocab_size)
         return 1
 
     def score(self, observation: Observation, memory: Tensor) -> tuple[Tensor, Tensor]:

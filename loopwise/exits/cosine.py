@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from loopwise.exits.base import Observation, Reads
+from loopwise.exits.base import ExitPolicy, Observation, Reads
 
 
-class CosineChange:
+class CosineChange(ExitPolicy):
     """Settled once a recurrence no longer turns the latent.
 
     The two latents, not two steps: a trace's ``cosine`` column is that of consecutive steps.
@@ -17,9 +17,6 @@ class CosineChange:
 
     name = "cosine"
     reads = Reads.LATENT
-
-    def memory_width(self, vocab_size: int, d_model: int) -> int:
-        return 0
 
     def score(self, observation: Observation, memory: Tensor) -> tuple[Tensor, Tensor]:
         """1 - cos(h_r, h_{r-1}) in [0, 2], ``(rows,)`` float32; +inf where a latent is zero.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from loopwise.exits.base import Observation, Reads
+from loopwise.exits.base import ExitPolicy, Observation, Reads
 
 
-class EntropyChange:
+class EntropyChange(ExitPolicy):
     """Settled once another recurrence leaves the output as sure, or unsure, as it was.
 
     Blind to a change of the answer that keeps the entropy.

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from loopwise.exits.base import Observation, Reads
+from loopwise.exits.base import ExitPolicy, Observation, Reads
 
 
-class FixedDepth:
+class FixedDepth(ExitPolicy):
     """Never settles, so that ``max_depth`` of the rule decides: uniform depth (A0 of paper 1)."""
 
     name = "fixed"
     reads = Reads.NOTHING
-
-    def memory_width(self, vocab_size: int, d_model: int) -> int:
-        return 0
 
     def score(self, observation: Observation, memory: Tensor) -> tuple[Tensor, Tensor]:
         rows = observation.latent.shape[0]

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from loopwise.errors import ShapeError
-from loopwise.exits.base import Observation, Reads
+from loopwise.exits.base import ExitPolicy, Observation, Reads
 
 
-class StepKL:
+class StepKL(ExitPolicy):
     """Settled once another recurrence stops moving the next-token distribution.
 
     Source: Logan 2026, arXiv:2607.14427 (A1); Geiping et al. 2025, arXiv:2502.05171.
@@ -38,11 +38,12 @@ def remembered_log_p(policy: str, observation: Observation, memory: Tensor) -> T
     Raises:
         ShapeError: logits are missing, or disagree with the memory.
     """
-    logits = observation.logits
-    if logits is None or logits.shape != memory.shape:
-        shape = None if logits is None else tuple(logits.shape)
-        raise ShapeError(f"{policy} reads logits {shape} but remembers {tuple(memory.shape)}")
-    return logits.float().log_softmax(dim=-1)
+    logits = observation.needed_logits(policy)
+    if logits.shape != memory.shape:
+        raise ShapeError(
+            f"{policy} reads logits {tuple(logits.shape)} but remembers {tuple(memory.shape)}"
+        )
+    return logits.log_softmax(dim=-1)
 
 
 def step_kl(log_p: Tensor, log_q: Tensor, p: Tensor | None = None) -> Tensor:

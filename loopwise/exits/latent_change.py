@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from loopwise.exits.base import Observation, Reads
+from loopwise.exits.base import ExitPolicy, Observation, Reads
 
 
-class LatentChange:
+class LatentChange(ExitPolicy):
     """Settled once a recurrence moves the latent little, relative to its size.
 
     Source: Geiping et al. 2025, arXiv:2502.05171 (latent difference).
@@ -15,9 +15,6 @@ class LatentChange:
 
     name = "latent-change"
     reads = Reads.LATENT
-
-    def memory_width(self, vocab_size: int, d_model: int) -> int:
-        return 0
 
     def score(self, observation: Observation, memory: Tensor) -> tuple[Tensor, Tensor]:
         """||h_r - h_{r-1}|| / ||h_r||, ``(rows,)`` float32."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from loopwise.errors import ExitError
-from loopwise.exits.base import Observation, Reads
+from loopwise.exits.base import ExitPolicy, Observation, Reads, Weights
 from loopwise.exits.latent_change import latent_size, relative_norm
 from loopwise.exits.second_difference import remembered_step
 
@@ -56,7 +57,7 @@ def pieces_of(x: Tensor, knots: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class LatentKL:
+class LatentKL(ExitPolicy):
     """Predicted KL(p_r || p_{r-1}) in nats, from three reductions over d_model and no vocabulary.
 
     log KL = change(log of the relative latent change) + second(log of the relative second
@@ -76,6 +77,12 @@ class LatentKL:
 
     name = "latent-kl"
     reads = Reads.LATENT
+    needs_fitting = True
+
+    @classmethod
+    def build(cls, state: Mapping[str, Any] | None, weights: Weights | None) -> LatentKL:
+        assert state is not None, "build_policy gives what a policy needs"
+        return cls.from_state(state)
 
     def __post_init__(self) -> None:
         if self.offsets.ndim != 1 or not len(self.offsets) or not self.offsets.isfinite().all():
@@ -125,10 +132,10 @@ class LatentKL:
         }
 
     @classmethod
-    def from_state(cls, state: dict[str, Any]) -> LatentKL:
+    def from_state(cls, state: Mapping[str, Any]) -> LatentKL:
         """Raises ExitError where the values are not those of a fit."""
 
-        def ramp(values: dict[str, Any]) -> Ramp:
+        def ramp(values: Mapping[str, Any]) -> Ramp:
             return Ramp(
                 knots=torch.tensor(values["knots"], dtype=torch.float32),
                 slopes=torch.tensor(values["slopes"], dtype=torch.float32),

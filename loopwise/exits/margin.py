@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from loopwise.exits.argmax import top_tokens
-from loopwise.exits.base import Observation, Reads
+from loopwise.exits.base import ExitPolicy, Observation, Reads
 
 
-class Margin:
+class Margin(ExitPolicy):
     """Settled once the output is sure of its token; looks at one recurrence alone.
 
     A token that stays unsure at every depth never settles by it.
@@ -18,9 +18,6 @@ class Margin:
 
     name = "margin"
     reads = Reads.LOGITS
-
-    def memory_width(self, vocab_size: int, d_model: int) -> int:
-        return 0
 
     def score(self, observation: Observation, memory: Tensor) -> tuple[Tensor, Tensor]:
         """1 - (p1 - p2), the two largest probabilities, in [0, 1]: ``(rows,)`` float32.

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from loopwise.errors import ExitError
-from loopwise.exits.base import Observation, Reads
+from loopwise.exits.base import ExitPolicy, Observation, Reads
 from loopwise.exits.kl import remembered_log_p
 
 
 @dataclass(frozen=True, slots=True)
-class MinPKL:
+class MinPKL(ExitPolicy):
     """Settled once another recurrence stops moving the probabilities of the likely tokens.
 
     A token is kept where its probability is at least ``min_p`` times the largest, before or after.

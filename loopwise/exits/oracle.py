@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from loopwise.errors import ExitError
-from loopwise.exits.base import Observation, Reads
+from loopwise.exits.base import ExitPolicy, Observation, Reads
 
 
-class Oracle:
+class Oracle(ExitPolicy):
     """Exits at the earliest recurrence whose argmax is final.
 
     Source: Logan 2026, arXiv:2607.14427. Known only after the last recurrence, so it exists in
@@ -17,9 +17,6 @@ class Oracle:
 
     name = "oracle"
     reads = Reads.TRUTH
-
-    def memory_width(self, vocab_size: int, d_model: int) -> int:
-        return 0
 
     def score(self, observation: Observation, memory: Tensor) -> tuple[Tensor, Tensor]:
         raise ExitError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,11 +10,11 @@ import torch
 from torch import Tensor
 
 from loopwise.errors import ExitError
-from loopwise.exits.base import Observation, Reads
+from loopwise.exits.base import ExitPolicy, Observation, Reads, Weights
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class Probe(ExitPolicy):
     """Probability that a later recurrence changes the token's argmax, read from the latent.
 
     Source: Logan 2026, arXiv:2607.14427 (A2). Logistic regression on the standardised latent,
@@ -31,9 +32,13 @@ class Probe:
 
     name = "probe"
     reads = Reads.LATENT
+    products = 1
+    needs_fitting = True
 
-    def memory_width(self, vocab_size: int, d_model: int) -> int:
-        return 0
+    @classmethod
+    def build(cls, state: Mapping[str, Any] | None, weights: Weights | None) -> Probe:
+        assert state is not None, "build_policy gives what a policy needs"
+        return cls.from_state(state)
 
     def score(self, observation: Observation, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Predicted probability in [0, 1], ``(rows,)`` float32."""
@@ -63,7 +68,7 @@ class Probe:
         }
 
     @classmethod
-    def from_state(cls, state: dict[str, Any]) -> Probe:
+    def from_state(cls, state: Mapping[str, Any]) -> Probe:
         return cls(
             weight=torch.tensor(state["weight"]),
             bias=float(state["bias"]),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from loopwise.errors import DepthError, ExitError
 from loopwise.exits import EXITS
-from loopwise.exits.base import ExitPolicy
+from loopwise.exits.base import ExitPolicy, Weights
 from loopwise.registry import did_you_mean
 
 Rows = Tensor | NDArray[Any]
@@ -114,23 +114,37 @@ def parse_rule(text: str, max_depth: int = 8) -> ExitRule:
     return replace(rule, **changes)
 
 
-def build_policy(rule: ExitRule, fitted: Mapping[str, Any] | None = None) -> ExitPolicy:
+def build_policy(
+    rule: ExitRule, fitted: Mapping[str, Any] | None = None, weights: Weights | None = None
+) -> ExitPolicy:
     """The policy object of ``rule``.
 
     Args:
         fitted: ``policies`` of the checkpoint's ``exits.json``, for policies with fitted state.
+        weights: the model, for policies that are made of its weights.
     Raises:
-        ExitError: the policy must be fitted first.
+        ExitError: the policy must be fitted first, or the model has not what it needs.
     """
     policy_class = EXITS[rule.policy]
-    if not hasattr(policy_class, "from_state"):
-        return policy_class()
-    state = (fitted or {}).get(rule.policy)
-    if state is None:
+    state = (fitted or {}).get(rule.policy) if policy_class.needs_fitting else None
+    if policy_class.needs_fitting and state is None:
         raise ExitError(
             f"exit rule {rule.policy!r} must be fitted to the checkpoint first: loopwise measure"
         )
-    return policy_class.from_state(state)
+    if policy_class.needs_weights and weights is None:
+        raise ExitError(f"exit rule {rule.policy!r} is made of a model's weights; give the model")
+    return policy_class.build(state, weights if policy_class.needs_weights else None)
+
+
+def why_not_built(
+    policy: str, fitted: Mapping[str, Any] | None = None, weights: Weights | None = None
+) -> str | None:
+    """Why :func:`build_policy` refuses a policy; None where it does not."""
+    try:
+        build_policy(ExitRule(policy=policy), fitted, weights)
+    except ExitError as err:
+        return str(err)
+    return None
 
 
 def should_exit(rule: Bounds, score: Rows, hits: Rows, r: int | Rows) -> tuple[Any, Any]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from loopwise.errors import ShapeError
-from loopwise.exits.base import Observation, Reads
+from loopwise.exits.base import ExitPolicy, Observation, Reads
 from loopwise.exits.latent_change import latent_size, relative_norm
 
 
-class SecondDifference:
+class SecondDifference(ExitPolicy):
     """Settled once consecutive steps are alike: small, or of one length and direction.
 
     Source: Pappone et al. 2025, arXiv:2509.23314 (acceleration ||d_r - d_{r-1}||, two hits in a
@@ -19,6 +19,7 @@ class SecondDifference:
 
     name = "second-difference"
     reads = Reads.LATENT
+    published_patience = 2
 
     def memory_width(self, vocab_size: int, d_model: int) -> int:
         return d_model  # the previous step

@@ -16,11 +16,13 @@ import torch
 from numpy.typing import NDArray
 
 from loopwise.exits import EXITS
-from loopwise.exits.base import Reads
 from loopwise.exits.rule import ExitRule, should_exit
+from loopwise.measure.price import Checks, replayed_checks
 from loopwise.measure.statistics import block_sums
 from loopwise.measure.trace import Trace
 from loopwise.models.costs import Costs
+
+FREE = Checks()
 
 
 @dataclass(frozen=True)
@@ -95,13 +97,13 @@ def score_point(
     loss: NDArray,
     argmax: NDArray,
     yardstick: Yardstick,
-    reads_logits: bool,
+    checks: Checks = FREE,
 ) -> dict[str, float]:
     """One point of a frontier: what a set of exits cost in quality, and saved in depth.
 
     Args:
         depth, loss, argmax: of each token at its exit, ``(tokens,)``.
-        reads_logits: the rule ran coda and head at every recurrence, and is charged for it.
+        checks: what the rule is charged for besides.
     """
     full = yardstick.max_depth
     columns = np.column_stack([loss - yardstick.loss[:, -1], loss, depth, yardstick.loss])
@@ -112,8 +114,8 @@ def score_point(
     gain_low, gain_high = np.quantile(gains, [0.025, 0.975])
     delta, nats, mean_depth = (float(x) for x in sums.mean[:3])
     equal = float(equal_depth(sums.mean[1:2], sums.mean[None, 3:])[0])
-    reads = mean_depth - 1 if reads_logits else 0.0
     costs = yardstick.costs
+    charged = checks.flops(costs, mean_depth)
     return {
         "mean_depth": mean_depth,
         "p95_depth": float(np.quantile(depth, 0.95)),
@@ -122,8 +124,8 @@ def score_point(
         "delta_low": float(low),
         "delta_high": float(high),
         "argmax_agreement": float((argmax == yardstick.argmax[:, -1]).mean()),
-        "charged_flops": costs.forward(mean_depth, reads),
-        "charged_share": costs.forward(mean_depth, reads) / costs.forward(full),
+        "charged_flops": charged,
+        "charged_share": charged / costs.forward(full),
         "cap": costs.cap(full, mean_depth),
         "equal_uniform_depth": equal,
         "allocation_gain": equal / mean_depth,
@@ -138,41 +140,51 @@ def uniform_points(yardstick: Yardstick) -> list[dict[str, Any]]:
     for r in range(1, yardstick.max_depth + 1):
         depth = np.full(len(yardstick.loss), r)
         columns = yardstick.loss[:, r - 1], yardstick.argmax[:, r - 1]
-        points.append({"threshold": None, **score_point(depth, *columns, yardstick, False)})
+        points.append({"threshold": None, **score_point(depth, *columns, yardstick)})
     return points
 
 
 def replayed_points(
-    score: NDArray, rule: ExitRule, yardstick: Yardstick, thresholds: Sequence[float]
+    score: NDArray,
+    rule: ExitRule,
+    yardstick: Yardstick,
+    thresholds: Sequence[float],
+    asked: NDArray | None = None,
 ) -> list[dict[str, Any]]:
-    """A frontier of ``rule`` over ``thresholds``, by replay."""
-    reads_logits = EXITS[rule.policy].reads is Reads.LOGITS
+    """A frontier of ``rule`` over ``thresholds``, by replay.
+
+    Args:
+        asked: which rows' logits the policy asked for, where it does not need all or none.
+    """
     points = []
     for threshold in thresholds:
         depth = replay(score, replace(rule, threshold=threshold))
         at = np.arange(len(depth)), depth - 1
-        point = score_point(
-            depth, yardstick.loss[at], yardstick.argmax[at], yardstick, reads_logits
-        )
+        checks = replayed_checks(EXITS[rule.policy], depth, asked)
+        point = score_point(depth, yardstick.loss[at], yardstick.argmax[at], yardstick, checks)
         points.append({"threshold": float(threshold), "patience": rule.patience, **point})
     return points
 
 
-def swept_points(score: NDArray, rule: ExitRule, yardstick: Yardstick) -> list[dict[str, Any]]:
+def swept_points(
+    score: NDArray, rule: ExitRule, yardstick: Yardstick, asked: NDArray | None = None
+) -> list[dict[str, Any]]:
     """The whole frontier of a policy by replay, loosest first.
 
-    Over thresholds; where the score says only yes or no, as that of ``argmax`` does, a threshold
-    has nothing to choose, and it is over the patience at its stricter value.
+    Over thresholds, at every patience up to the published one; where the score says only yes or
+    no, as that of ``argmax`` does, a threshold has nothing to choose, and it is over the patience
+    at its stricter value.
     """
     usable = score[:, : rule.max_depth]
     values = np.unique(usable[np.isfinite(usable)]).tolist()
-    if len(values) > 2:
-        return replayed_points(score, rule, yardstick, spread_thresholds(score, rule))
-    return [
-        point
-        for patience in range(1, rule.max_depth)
-        for point in replayed_points(score, replace(rule, patience=patience), yardstick, values[:1])
-    ]
+    yes_or_no = len(values) <= 2
+    most = rule.max_depth - 1 if yes_or_no else EXITS[rule.policy].published_patience
+    points = []
+    for patience in range(1, most + 1):
+        at = replace(rule, patience=patience)
+        thresholds = values[:1] if yes_or_no else spread_thresholds(score, at)
+        points += replayed_points(score, at, yardstick, thresholds, asked)
+    return points if yes_or_no else sorted(points, key=lambda p: p["mean_depth"])
 
 
 def spread_thresholds(score: NDArray, rule: ExitRule, count: int = 24) -> list[float]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from loopwise.data import TokenBatch
 from loopwise.data.packing import NO_TARGET
 from loopwise.errors import DataError, ExitError
-from loopwise.exits.base import ExitPolicy, Observation, Reads
+from loopwise.exits.base import ExitPolicy, Observation, Output, Reads
 from loopwise.exits.rule import ExitRule, should_exit
 from loopwise.measure.evaluate import check_depths
 from loopwise.models.base import LoopedLM
@@ -32,16 +32,19 @@ class LiveResult:
         exit_depth: recurrences each token ran, ``(tokens,)`` int64.
         loss: next-token cross-entropy at the exit, nats, ``(tokens,)`` float32.
         argmax: most likely token at the exit, ``(tokens,)`` int64.
+        head_reads: times each went through the head, the output included, ``(tokens,)`` int64.
         core_row_steps: rows that went through the core, over all recurrences and positions,
             padding left out.
-        coda_row_reads: rows that went through coda and head.
+        coda_row_steps, head_row_steps: rows that went through coda and head.
     """
 
     exit_depth: Tensor
     loss: Tensor
     argmax: Tensor
+    head_reads: Tensor
     core_row_steps: int
-    coda_row_reads: int
+    coda_row_steps: int
+    head_row_steps: int
 
 
 @torch.no_grad()
@@ -72,8 +75,10 @@ def run_live(
         exit_depth=torch.cat([r.exit_depth for r in results]),
         loss=torch.cat([r.loss for r in results]),
         argmax=torch.cat([r.argmax for r in results]),
+        head_reads=torch.cat([r.head_reads for r in results]),
         core_row_steps=sum(r.core_row_steps for r in results),
-        coda_row_reads=sum(r.coda_row_reads for r in results),
+        coda_row_steps=sum(r.coda_row_steps for r in results),
+        head_row_steps=sum(r.head_row_steps for r in results),
     )
 
 
@@ -88,39 +93,50 @@ def _run_batch(
     width = policy.memory_width(model.geometry.vocab_size, injection.shape[-1])
     memory = torch.zeros(n, width, device=latent.device)
     hits = torch.zeros(n, dtype=torch.int64, device=latent.device)
-    depth = torch.zeros_like(hits)
+    depth, reads = torch.zeros_like(hits), torch.zeros_like(hits)
     loss, argmax = torch.zeros(n, device=latent.device), torch.zeros_like(hits)
     real = (batch.document_ids.flatten() >= 0).nonzero().squeeze(-1)  # padding is not work
     rows = real
-    core_steps = coda_reads = 0
+    core_steps = coda_steps = 0
     for r in range(1, rule.max_depth + 1):
         view.select(rows)
         before = latent[rows]
         now = model.core_step(before, injection[rows], r, view)
         latent[rows] = now
         core_steps += rows.numel()
-        logits = None
-        if policy.reads is Reads.LOGITS:
-            logits = model.coda(now, r, view)
-            coda_reads += rows.numel()
-        seen = Observation(r=r, latent=now, previous=before, logits=logits)
+        output = None
+        if policy.reads.runs_coda:
+            output = Output(model.hidden(now, r, view), model.head)
+            coda_steps += rows.numel()
+        seen = Observation(r=r, latent=now, previous=before, output=output)
         score, memory[rows] = policy.score(seen, memory[rows])
         stop, hits[rows] = should_exit(rule, score, hits[rows], r)
         gone = rows[stop]
         depth[gone] = r
-        if logits is not None:  # the reading at the exit is the output; nothing is run twice
-            loss[gone], argmax[gone] = _score(logits[stop], targets[gone])
+        if output is not None:  # what was read at the exit is the output; nothing is run twice
+            logits = output.read(stop.nonzero().squeeze(1))
+            loss[gone], argmax[gone] = _score(logits, targets[gone])
+            reads[rows] += output.asked
         rows = rows[~stop]
         if rows.numel() == 0:
             break
-    if policy.reads is not Reads.LOGITS:
+    if not policy.reads.runs_coda:
         view.select(real)
         loss[real], argmax[real] = _score(
             model.coda(latent[real], depth[real], view), targets[real]
         )
-        coda_reads += real.numel()
+        coda_steps = real.numel()
+        reads[real] = 1
     kept = targets != NO_TARGET
-    return LiveResult(depth[kept], loss[kept], argmax[kept], core_steps, coda_reads)
+    return LiveResult(
+        exit_depth=depth[kept],
+        loss=loss[kept],
+        argmax=argmax[kept],
+        head_reads=reads[kept],
+        core_row_steps=core_steps,
+        coda_row_steps=coda_steps,
+        head_row_steps=int(reads.sum()),
+    )
 
 
 def _score(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from loopwise.errors import TraceError
-from loopwise.exits import EXITS
+from loopwise.exits import EXITS, needs_fitting
 from loopwise.exits.base import Reads
 from loopwise.exits.latent_kl import LatentKL
 from loopwise.exits.rule import ExitRule, build_policy
@@ -48,11 +48,19 @@ def why_unknown(trace: Trace, policy: str, fitted: Fitted) -> str | None:
     """Why :func:`recorded_score` cannot tell, with what to do; None where it can."""
     if policy in trace.policies:
         return None
+    if needs_fitting(policy) and policy not in fitted:
+        return "it is not fitted to the checkpoint yet; measure the text of the run again"
     if policy not in _FROM_COLUMNS:
         return f"its score was not recorded; measure again with {policy} in measure.live_rules"
-    if policy == "latent-kl" and policy not in fitted:
-        return "it is not fitted to the checkpoint yet; measure the text of the run again"
     return None
+
+
+def recorded_asks(trace: Trace, policy: str) -> NDArray[np.bool_] | None:
+    """Whose logits a policy asked for, ``(tokens, horizon)``; None for one that takes all or none.
+
+    To be had where its score was recorded.
+    """
+    return trace[f"read.{policy}"] if EXITS[policy].reads is Reads.HIDDEN else None
 
 
 def follows_from_columns(policy: str) -> bool:

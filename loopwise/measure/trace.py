@@ -26,7 +26,7 @@ from loopwise.data import PackedBlocks, TokenBatch
 from loopwise.data.packing import NO_TARGET
 from loopwise.errors import DivergenceError, RunFolderError, TraceError
 from loopwise.exits.argmax import top_tokens
-from loopwise.exits.base import ExitPolicy, Observation
+from loopwise.exits.base import ExitPolicy, Observation, Output, Reads
 from loopwise.exits.entropy import output_entropy
 from loopwise.exits.kl import step_kl
 from loopwise.exits.latent_change import latent_size, relative_norm
@@ -77,7 +77,8 @@ class Trace:
     """A finished trace, read lazily.
 
     ``trace["loss"]`` is ``(tokens, horizon)``; ``trace["target"]`` is ``(tokens,)``; scores of exit
-    policies are ``trace["score.kl"]`` and so on. Column r - 1 holds recurrence r.
+    policies are ``trace["score.kl"]`` and so on, and where one reads the head of some rows only,
+    ``trace["read.certified"]`` says of which. Column r - 1 holds recurrence r.
     """
 
     header: dict[str, Any]
@@ -199,6 +200,8 @@ def trace_batch(
 ) -> dict[str, Tensor]:
     """Every quantity of PER_RECURRENCE and every policy's score, each ``(tokens, horizon)``.
 
+    Of a policy that asks for the logits of some rows, ``read.NAME`` says which it asked for.
+
     Rows are the batch's targets in reading order. What all recurrences left is kept for this batch,
     so that the distance to the last distribution needs no second pass through the core.
 
@@ -270,10 +273,12 @@ def _trace_rows(
             **_output_columns(log_p, top_tokens(logits), before, last, labels),
             **_latent_columns(latents[r].float(), step, step_before),
         }
-        seen = Observation(r=r, latent=latents[r], previous=latents[r - 1], logits=logits)
         for i, policy in enumerate(policies):
-            score, memories[i] = policy.score(seen, memories[i])
-            values[f"score.{policy.name}"] = score
+            output = Output.known(logits, hidden)
+            seen = Observation(r=r, latent=latents[r], previous=latents[r - 1], output=output)
+            values[f"score.{policy.name}"], memories[i] = policy.score(seen, memories[i])
+            if policy.reads is Reads.HIDDEN:
+                values[f"read.{policy.name}"] = output.asked
         for name, value in values.items():
             columns.setdefault(name, []).append(value)
         before, step_before = log_p, step

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from loopwise.data import TokenBatch, TokenStore
 from loopwise.data.packing import NO_TARGET
-from loopwise.exits.base import ExitPolicy
+from loopwise.exits.base import ExitPolicy, Reads
 from loopwise.measure.trace import trace_batch
 from loopwise.models.base import LoopedLM
 
@@ -115,11 +115,14 @@ def trace_units(
 ) -> dict[str, NDArray[np.float32]]:
     """Some columns of a trace, and policies' scores, in memory: ``(tokens, depth)`` each.
 
+    With ``read.NAME`` of policies that ask for the logits of some rows.
+
     Raises:
         DepthError: a depth the model cannot run.
         DivergenceError: a latent stopped being finite.
     """
     wanted = [*columns, *(f"score.{p.name}" for p in policies)]
+    wanted += [f"read.{p.name}" for p in policies if p.reads is Reads.HIDDEN]
     parts: dict[str, list[torch.Tensor]] = {name: [] for name in wanted}
     for done, batch in enumerate(units.batches, start=1):
         traced = trace_batch(model, batch, depth, policies)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loopwise.errors import ConfigError
@@ -203,9 +204,26 @@ class LoopedLM(nn.Module):
         """What the head reads: coda layers and final norm, ``(..., d_model)``."""
         raise NotImplementedError
 
+    @property
+    def head_weight(self) -> Tensor:
+        """Rows of the head, ``(vocab, d_model)``: the weight itself, not a copy."""
+        raise NotImplementedError
+
+    @property
+    def logit_cap(self) -> float | None:
+        """Logits are cap x tanh(logits / cap); None: as they are."""
+        return None
+
+    @property
+    def exit_gate(self) -> tuple[Tensor, Tensor] | None:
+        """Weight ``(d_model,)`` and bias ``()`` of a learned gate over the latent, if any."""
+        return None
+
     def head(self, hidden: Tensor) -> Tensor:
         """``(..., d_model)`` to logits ``(..., vocab)``."""
-        raise NotImplementedError
+        logits = F.linear(hidden, self.head_weight)
+        cap = self.logit_cap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def parts(self) -> dict[str, list[nn.Module]]:
         """The modules of ``prelude``, of one ``core`` step and of ``coda`` (without the head)."""

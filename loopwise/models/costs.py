@@ -17,23 +17,28 @@ from loopwise.models.base import Geometry, LoopedLM
 class Costs:
     """FLOPs for one token, forward only, at a given context length.
 
-    ``core`` is one recurrence; ``coda`` excludes ``head``.
+    ``core`` is one recurrence; ``coda`` excludes ``head``, of which ``row`` is one row: a product
+    over d_model.
     """
 
     prelude: float
     core: float
     coda: float
     head: float
+    row: float = 0.0
 
-    def forward(self, depth: float, reads: float = 0.0) -> float:
-        """FLOPs of one token at ``depth`` recurrences.
+    def forward(
+        self, depth: float, codas: float = 0.0, heads: float = 0.0, rows: float = 0.0
+    ) -> float:
+        """FLOPs of one token at ``depth`` recurrences; all may be fractional, for a mean.
 
         Args:
-            depth: recurrences, fractional for a mean.
-            reads: extra passes of coda and head that an exit rule asked for before the exit.
+            codas, heads: passes of coda and of head that an exit rule asked for before the exit.
+            rows: products over d_model that it took besides.
         """
         once = self.prelude + self.coda + self.head
-        return once + depth * self.core + reads * (self.coda + self.head)
+        checks = codas * self.coda + heads * self.head + rows * self.row
+        return once + depth * self.core + checks
 
     def training(self, depth: float, backprop_depth: float) -> float:
         """Forward and backward of one token; only the last ``backprop_depth`` recurrences learn.
@@ -63,7 +68,7 @@ def flops_per_token(model: LoopedLM, context: int = 0) -> Costs:
     parts = model.parts()
     layers = {"prelude": g.n_prelude_layers, "core": g.n_core_layers, "coda": g.n_coda_layers}
     flops = {p: 2 * _matrix_weights(parts[p]) + layers[p] * per_layer for p in layers}
-    return Costs(**flops, head=2 * g.d_model * g.vocab_size)
+    return Costs(**flops, head=2 * g.d_model * g.vocab_size, row=2 * g.d_model)
 
 
 def parameters(model: nn.Module) -> int:

@@ -94,9 +94,9 @@ class FixedModel(LoopedLM):
     def hidden(self, latent: Tensor, r: int | Tensor, view: KVView) -> Tensor:
         return self.norm_final(latent)
 
-    def head(self, hidden: Tensor) -> Tensor:
-        weight = self.embedding.weight if self.config.tie_embeddings else self.unembedding.weight
-        return nn.functional.linear(hidden, weight)
+    @property
+    def head_weight(self) -> Tensor:
+        return self.embedding.weight if self.config.tie_embeddings else self.unembedding.weight
 
     def parts(self) -> dict[str, list[nn.Module]]:
         return {"prelude": [], "core": [self.core_blocks], "coda": []}

@@ -133,11 +133,13 @@ class LoopedModel(LoopedLM):
     def hidden(self, latent: Tensor, r: int | Tensor, view: KVView) -> Tensor:
         return self.norm_final(latent)
 
-    def head(self, hidden: Tensor) -> Tensor:
-        weight = self.embedding.weight if self.config.tie_embeddings else self.unembedding.weight
-        logits = F.linear(hidden, weight)
-        cap = self.config.logit_cap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+    @property
+    def head_weight(self) -> Tensor:
+        return self.embedding.weight if self.config.tie_embeddings else self.unembedding.weight
+
+    @property
+    def logit_cap(self) -> float | None:
+        return self.config.logit_cap
 
     def parts(self) -> dict[str, list[nn.Module]]:
         return {"prelude": [], "core": [self.core_blocks], "coda": []}

@@ -138,10 +138,13 @@ class NanochatModel(LoopedLM):
             x = block(x, r, view)
         return self.norm_final(x)
 
-    def head(self, hidden: Tensor) -> Tensor:
-        logits = self.unembedding(hidden)
-        cap = self.config.logit_cap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+    @property
+    def head_weight(self) -> Tensor:
+        return self.unembedding.weight
+
+    @property
+    def logit_cap(self) -> float | None:
+        return self.config.logit_cap
 
     def parts(self) -> dict[str, list[nn.Module]]:
         adapter = [self.adapter] if self.config.injection == "concat" else []

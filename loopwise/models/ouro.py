@@ -116,9 +116,13 @@ class OuroModel(LoopedLM):
     def hidden(self, latent: Tensor, r: int | Tensor, view: KVView) -> Tensor:
         return latent
 
-    def head(self, hidden: Tensor) -> Tensor:
-        weight = self.embedding.weight if self.config.tie_embeddings else self.unembedding.weight
-        return nn.functional.linear(hidden, weight)
+    @property
+    def head_weight(self) -> Tensor:
+        return self.embedding.weight if self.config.tie_embeddings else self.unembedding.weight
+
+    @property
+    def exit_gate(self) -> tuple[Tensor, Tensor] | None:
+        return (self.gate.weight[0], self.gate.bias[0]) if self.config.exit_gate else None
 
     def stop_probability(self, latent: Tensor) -> Tensor:
         """The gate's chance that a token still running stops here, ``(...)``.

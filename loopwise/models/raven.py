@@ -172,9 +172,9 @@ class RavenModel(LoopedLM):
             x = block(x, r, view)
         return self.norm_final(x)
 
-    def head(self, hidden: Tensor) -> Tensor:
-        weight = self.embedding.weight if self.config.tie_embeddings else self.unembedding.weight
-        return nn.functional.linear(hidden, weight)
+    @property
+    def head_weight(self) -> Tensor:
+        return self.embedding.weight if self.config.tie_embeddings else self.unembedding.weight
 
     def parts(self) -> dict[str, list[nn.Module]]:
         return {

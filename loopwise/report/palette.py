@@ -42,6 +42,11 @@ SHADES = {
     "spare-5": ("#3d7679", "#8cc3c6"),
     "spare-6": ("#875a80", "#d0a5c9"),
     "spare-7": ("#6b6b5a", "#b9b9a5"),
+    "spare-8": ("#2f6b8a", "#86bfdd"),
+    "spare-9": ("#9a5b2f", "#dba87f"),
+    "spare-10": ("#4b7a5a", "#9accaa"),
+    "spare-11": ("#7d4f66", "#c99bb2"),
+    "spare-12": ("#5b5f2e", "#c2c78a"),
     "corpus-1": ("#2f4694", "#93a9f5"),
     "corpus-2": ("#a86a09", "#e7b254"),
     "corpus-3": ("#1f7572", "#6cc9c4"),
@@ -63,8 +68,8 @@ _POLICIES = {
 
 
 _PLAIN = [name for name in EXITS if name not in _POLICIES]  # they keep the table's name
-_SPARE_COLOURS = [SHADES[f"spare-{i}"][0] for i in range(1, 8)]
-_SPARE_MARKERS = "v<>phdX8"
+_SPARE_COLOURS = [pair[0] for role, pair in SHADES.items() if role.startswith("spare-")]
+_SPARE_MARKERS = "v<>phdX8+x12"
 
 
 def policy_style(name: str) -> Style:

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from loopwise.data import TokenBatch
 from loopwise.errors import TraceError
-from loopwise.exits import EXITS
+from loopwise.exits import EXITS, needs_fitting
 from loopwise.exits.base import Reads
-from loopwise.exits.rule import ExitRule, build_policy
+from loopwise.exits.rule import ExitRule, build_policy, why_not_built
+from loopwise.measure.certified_fit import judge_certified
 from loopwise.measure.convergence import argmax_final_depth
 from loopwise.measure.frontier import (
     Yardstick,
@@ -24,8 +25,9 @@ from loopwise.measure.frontier import (
 )
 from loopwise.measure.latent_kl_fit import judge_latent_kl
 from loopwise.measure.live import run_live
+from loopwise.measure.price import live_checks
 from loopwise.measure.probe_fit import judge_probe
-from loopwise.measure.scores import Scores, recorded_score, why_unknown
+from loopwise.measure.scores import Scores, recorded_asks, recorded_score, why_unknown
 from loopwise.measure.trace import Trace
 from loopwise.models.checkpoint import Checkpoint
 from loopwise.models.costs import flops_per_token
@@ -34,7 +36,7 @@ from loopwise.settings import MeasureConfig
 Event = dict[str, Any]
 BUDGETS_NATS = (0.001, 0.01)
 MEANINGS = ("uniform", "replayed", "live")
-_DECIDES = (Reads.LATENT, Reads.LOGITS)  # neither uniform depth nor an oracle
+_DECIDES = (Reads.LATENT, Reads.HIDDEN, Reads.LOGITS)  # neither uniform depth nor an oracle
 
 
 def frontier_stage(
@@ -62,8 +64,7 @@ def frontier_stage(
     if max_depth > 1:
         fitted = checkpoint.fitted_policies()
         names = [name for name in EXITS if EXITS[name].reads in _DECIDES]
-        reasons = {name: why_unknown(trace, name, fitted) for name in names}
-        left_out = {name: why for name, why in reasons.items() if why is not None}
+        left_out = _left_out(names, trace, checkpoint)
         live = _LiveRuns(trace, checkpoint, yardstick, config, emit)
         policies |= _oracles(trace, yardstick)
         policies |= {
@@ -84,12 +85,24 @@ def frontier_stage(
     }
 
 
+def _left_out(names: Sequence[str], trace: Trace, checkpoint: Checkpoint) -> dict[str, str]:
+    """Rules that this trace and this checkpoint cannot judge, with the reason."""
+    fitted, reasons = checkpoint.fitted_policies(), {}
+    for name in names:
+        why = why_unknown(trace, name, fitted)
+        if why is not None and (name in fitted or not needs_fitting(name)):
+            why = why_not_built(name, fitted, checkpoint.model) or why
+        if why is not None:
+            reasons[name] = why
+    return reasons
+
+
 def _frontier(
     name: str, score: Scores, trace: Trace, yardstick: Yardstick, live: _LiveRuns
 ) -> dict[str, Any]:
     """One rule: its sweep replayed, some of it live for a live rule, its predictions judged."""
     rule = ExitRule(policy=name, max_depth=yardstick.max_depth)
-    points = swept_points(score, rule, yardstick)
+    points = swept_points(score, rule, yardstick, recorded_asks(trace, name))
     out: dict[str, Any] = {"replayed": points}
     if name in live.config.live_rules:
         out["live"] = live.points(rule, points)
@@ -102,7 +115,7 @@ def _oracles(trace: Trace, yardstick: Yardstick) -> dict[str, Any]:
     """Bounds that look ahead: the argmax oracle, and one that knows the KL to the last output."""
     depth = argmax_final_depth(yardstick.argmax)
     at = np.arange(len(depth)), depth - 1
-    argmax = score_point(depth, yardstick.loss[at], yardstick.argmax[at], yardstick, False)
+    argmax = score_point(depth, yardstick.loss[at], yardstick.argmax[at], yardstick)
     rule = ExitRule(policy="oracle", max_depth=yardstick.max_depth)
     score = trace["kl_last"]
     return {
@@ -137,7 +150,8 @@ class _LiveRuns:
 
     def points(self, rule: ExitRule, replayed: Sequence[Event]) -> list[Event]:
         """Live twins of some replayed points: spread evenly, and where the budgets are met."""
-        policy = build_policy(rule, self.checkpoint.fitted_policies())
+        model = self.checkpoint.model
+        policy = build_policy(rule, self.checkpoint.fitted_policies(), model)
         picked = self._pick(replayed)
         stage = f"live exits, {rule.policy}"
         out: list[Event] = []
@@ -145,13 +159,13 @@ class _LiveRuns:
             self._report(stage, len(out), len(picked))
             swept = {name: twin[name] for name in ("threshold", "patience")}
             at = replace(rule, **swept)
-            result = run_live(self.checkpoint.model, self.batches, at, policy)
+            result = run_live(model, self.batches, at, policy)
             point = score_point(
                 result.exit_depth.numpy(),
                 result.loss.numpy(),
                 result.argmax.numpy(),
                 self.yardstick,
-                policy.reads is Reads.LOGITS,
+                live_checks(policy, result),
             )
             out.append({**swept, "tokens": len(result.loss), **point})
         self._report(stage, len(out), len(picked))
@@ -193,7 +207,16 @@ def _judge_latent_kl(trace: Trace, score: Scores) -> dict[str, Any]:
     return judge_latent_kl(score, trace["kl_prev"][:, : score.shape[1]])
 
 
-_JUDGES = {"probe": _judge_probe, "latent-kl": _judge_latent_kl}  # what predicts can be wrong
+def _judge_certified(trace: Trace, score: Scores) -> dict[str, Any]:
+    """Certificates ``(tokens, max_depth)`` against the answers of every later recurrence."""
+    return judge_certified(score, trace["argmax"])
+
+
+_JUDGES = {  # what predicts can be wrong
+    "probe": _judge_probe,
+    "latent-kl": _judge_latent_kl,
+    "certified": _judge_certified,
+}
 
 
 def _budgets(policies: dict[str, Any]) -> list[Event]:

@@ -12,11 +12,13 @@ import torch
 
 from loopwise.data import Document, PackedBlocks, TokenBatch, load_or_tokenize
 from loopwise.errors import DataError
-from loopwise.exits import EXITS
+from loopwise.exits import EXITS, needs_fitting
 from loopwise.exits.base import ExitPolicy, Reads
+from loopwise.exits.certified import Certified
 from loopwise.exits.latent_kl import LatentKL
 from loopwise.exits.probe import Probe
-from loopwise.exits.rule import ExitRule, build_policy
+from loopwise.exits.rule import ExitRule, build_policy, why_not_built
+from loopwise.measure.certified_fit import fit_certified, reach_examples
 from loopwise.measure.evaluate import batches
 from loopwise.measure.latent_kl_fit import fit_latent_kl
 from loopwise.measure.probe_fit import fit_probe, probe_examples
@@ -27,6 +29,7 @@ from loopwise.settings import MeasureConfig
 from loopwise.study.texts import cache_folder, document_hash
 from loopwise.tokenizer import Tokenizer
 
+_FEW_PRODUCTS = 64  # over d_model; what a recorded score may take at every recurrence
 Event = dict[str, Any]
 Emit = Callable[[Event], None]
 
@@ -150,7 +153,8 @@ def _fit_missing(
 ) -> tuple[Checkpoint, dict[str, Plan]]:
     """The checkpoint with every fitted rule it can have, and the corpora divided."""
     fitted, horizon = checkpoint.fitted_policies(), _horizon(checkpoint, config)
-    missing = [name for name in _FITS if name not in fitted] if horizon > 1 else []
+    wanted = [name for name in EXITS if needs_fitting(name)] if horizon > 1 else []
+    missing = [name for name in wanted if name not in fitted]
     to_begin = bool(missing) and not fitted
     fitted_on = None if to_begin else checkpoint.exits.get("fitted_on", [])
     seq = block_length(checkpoint)
@@ -201,25 +205,40 @@ def _fit_latent_kl(checkpoint: Checkpoint, parts: list[TokenBatch], horizon: int
     return fit_latent_kl(change, second, kl, np.arange(1, horizon + 1))
 
 
-_FITS: dict[str, Callable[[Checkpoint, list[TokenBatch], int], Probe | LatentKL]] = {
+def _fit_certified(checkpoint: Checkpoint, parts: list[TokenBatch], horizon: int) -> Certified:
+    max_depth = min(max(round(checkpoint.trained_mean_depth or horizon), 2), horizon)
+    examples = reach_examples(checkpoint.model, parts, horizon, max_depth)
+    return fit_certified(*examples, checkpoint.model.head_weight)
+
+
+_Fitted = Probe | LatentKL | Certified
+_FITS: dict[str, Callable[[Checkpoint, list[TokenBatch], int], _Fitted]] = {
     "probe": _fit_probe,
     "latent-kl": _fit_latent_kl,
+    "certified": _fit_certified,
 }
 
 
 def _policies_to_record(checkpoint: Checkpoint, config: MeasureConfig) -> list[ExitPolicy]:
     """Rules whose score the standard columns do not tell, where recording it is cheap or asked for.
 
-    A score over d_model adds nothing that could be measured to the time of tracing. One that reads
-    the logits takes further passes over the vocabulary at every recurrence (min-p-kl: 1.5 times
-    the time at vocabularies of 1,024 and 4,096), so it is recorded for live rules alone.
+    A score over d_model adds nothing that could be measured to the time of tracing, and one over
+    64 rows of the head (sketched-kl) about a sixth. 128 rows (short-list-kl) take a quarter, and
+    further passes over the vocabulary at every recurrence half of it (min-p-kl; vocabularies of
+    1,024 and 4,096): these are recorded for live rules alone.
     """
+    fitted, model = checkpoint.fitted_policies(), checkpoint.model
     return [
-        build_policy(ExitRule(policy=name), checkpoint.fitted_policies())
+        build_policy(ExitRule(policy=name), fitted, model)
         for name in EXITS
         if not follows_from_columns(name)
-        and (EXITS[name].reads is Reads.LATENT or name in config.live_rules)
+        and (_is_cheap(EXITS[name]) or name in config.live_rules)
+        and why_not_built(name, fitted, model) is None
     ]
+
+
+def _is_cheap(policy: type[ExitPolicy]) -> bool:
+    return policy.reads in (Reads.LATENT, Reads.HIDDEN) and policy.products <= _FEW_PRODUCTS
 
 
 def _first_documents(

@@ -18,17 +18,17 @@ from loopwise.engine.kv_policy import parse_kv_policy
 from loopwise.engine.reference import ReferenceDecoder
 from loopwise.engine.request import SamplingParams
 from loopwise.exits import EXITS
-from loopwise.exits.base import Observation, Reads
-from loopwise.exits.rule import ExitRule, build_policy, parse_rule
+from loopwise.exits.base import ExitPolicy, Observation, Reads
+from loopwise.exits.rule import ExitRule, build_policy, parse_rule, why_not_built
 from loopwise.models.base import LoopedLM
 from loopwise.models.fixed import FixedConfig, FixedModel
 from loopwise.models.looped import LoopedConfig, LoopedModel
+from loopwise.models.ouro import OuroConfig, OuroModel
 from loopwise.tokenizer import ByteTokenizer
 from tests.conftest import make_model
 from tests.engine.test_reference import FITTED
 
 MAX_DEPTH = 5
-LIVE = [name for name in EXITS if name != "fixed" and EXITS[name].reads is not Reads.TRUTH]
 TEXT = [256, *b"Tom has a red ball. Where is it?"]
 SIZES: dict[str, Any] = {"d_model": 32, "n_heads": 4, "n_kv_heads": 2, "d_ff": 48}
 RECURRENT: dict[str, dict[str, Any]] = {
@@ -40,7 +40,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "two codas, all heads": {"n_coda_layers": 2, "n_kv_heads": 4, "n_core_layers": 1},
 }
 LOOPED = ["none", "input", "attn-first", "residual-all", "attn-all"]
-ARCHITECTURES = [*RECURRENT, *LOOPED, "fixed"]
+ARCHITECTURES = [*RECURRENT, *LOOPED, "fixed", "ouro"]
 KV_POLICIES = ["per-loop", "last", "ring-2", "ring-3", "first-then-last"]
 
 
@@ -54,21 +54,35 @@ def build(name: str, dtype: torch.dtype = torch.float64) -> LoopedLM:
         config = LoopedConfig(vocab_size=258, n_layers=1, inject=name, **SIZES)  # type: ignore[arg-type]
         model = LoopedModel(config).eval()
         roughen(model, 1)
+    elif name == "ouro":
+        model = OuroModel(OuroConfig(vocab_size=258, n_layers=1, head_dim=8, **SIZES)).eval()
+        roughen(model, 1)
     else:
         model = FixedModel(FixedConfig(vocab_size=258, n_layers=2, **SIZES)).eval()
         roughen(model, 1)
     return model.to(dtype)
 
 
-class _Listening:
+@cache
+def live_rules(name: str) -> list[str]:
+    """The rules a model can run: a gate belongs to models that carry one."""
+    return [
+        rule
+        for rule in EXITS
+        if EXITS[rule].reads not in (Reads.NOTHING, Reads.TRUTH)
+        and why_not_built(rule, FITTED, build(name)) is None
+    ]
+
+
+class _Listening(ExitPolicy):
     """Scores of all policies at once, written down; never stops a token."""
 
     name, reads = "listening", Reads.LOGITS
 
-    def __init__(self) -> None:
-        self.inner = {name: build_policy(ExitRule(policy=name), FITTED) for name in LIVE}
+    def __init__(self, model: str) -> None:
+        self.inner = {n: policy_for(model, ExitRule(policy=n)) for n in live_rules(model)}
         self.memory: dict[str, Tensor] = {}
-        self.scores: dict[str, set[float]] = {name: set() for name in LIVE}
+        self.scores: dict[str, set[float]] = {name: set() for name in self.inner}
 
     def memory_width(self, vocab_size: int, d_model: int) -> int:
         self.widths = {n: p.memory_width(vocab_size, d_model) for n, p in self.inner.items()}
@@ -84,9 +98,13 @@ class _Listening:
         return torch.full((1,), math.inf), memory
 
 
+def policy_for(name: str, rule: ExitRule) -> ExitPolicy:
+    return build_policy(rule, FITTED, build(name))
+
+
 @cache
 def scores_of(name: str) -> dict[str, list[float]]:
-    listening = _Listening()
+    listening = _Listening(name)
     rule = ExitRule(max_depth=MAX_DEPTH)
     reference = ReferenceDecoder(build(name), rule, listening)
     for token_id in TEXT[:14]:
@@ -142,7 +160,7 @@ def reference(
     name: str, wanted: Job, kv: str = "per-loop", chunk: int = 1, index: int = 0, dtype: Any = None
 ) -> Answer:
     """By the reference decoder; ``index`` is that of the choice."""
-    params, policy = wanted.params, build_policy(wanted.rule, FITTED)
+    params, policy = wanted.params, policy_for(name, wanted.rule)
     decoder = ReferenceDecoder(
         build(name, dtype or torch.float64),
         wanted.rule,

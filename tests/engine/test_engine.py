@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,13 +14,13 @@ from hypothesis import strategies as st
 
 from loopwise.engine import Engine
 from loopwise.engine.kv_policy import parse_kv_policy
+from loopwise.errors import ExitError
 from loopwise.exits import EXITS
 from loopwise.exits.base import Reads
 from loopwise.models.costs import kv_bytes_per_token
 from tests.engine.decoding import (
     ARCHITECTURES,
     KV_POLICIES,
-    LIVE,
     LOOPED,
     MAX_DEPTH,
     TEXT,
@@ -31,6 +32,7 @@ from tests.engine.decoding import (
     engine_for,
     finish,
     job,
+    live_rules,
     poison,
     reference,
     rule_for,
@@ -39,11 +41,12 @@ from tests.engine.decoding import (
 from tests.engine.test_reference import forward
 
 USUAL_RULES = ["kl", "latent-change", "second-difference", "probe", "fixed"]
+USUAL_RULES += ["short-list-kl", "sketched-kl", "certified"]
 
 
 def targets(name: str, shift: int) -> list[Job]:
     """Prompts of 1, 4 and 9 tokens, each under another rule."""
-    rules = [rule_for(name, USUAL_RULES[(shift + i) % 5]) for i in range(3)]
+    rules = [rule_for(name, USUAL_RULES[(shift + i) % len(USUAL_RULES)]) for i in range(3)]
     return [
         job(TEXT[:1], rules[0], 3, seed=2),
         job(TEXT[:4], rules[1], 3, temperature=1.0, seed=11),
@@ -114,27 +117,65 @@ def test_the_engine_equals_the_reference_alone_and_among_31_strangers(name, kv):
         assert len({d for answer in wanted for d in answer.depths}) >= 2, "tests little"
 
 
+@pytest.mark.parametrize("name", ["add", "ouro"])
 @pytest.mark.parametrize("kv", KV_POLICIES)
-def test_every_exit_rule_serves_side_by_side_with_all_others(kv):
+def test_every_exit_rule_serves_side_by_side_with_all_others(kv, name):
     """U19: the rule belongs to the request; each equals its solo run by the reference."""
-    name, chunk = "add", 4
-    jobs = [job(TEXT[:7], rule_for(name, policy), 2) for policy in LIVE]
+    chunk, rules = 4, live_rules(name)
+    assert ("gate" in rules) is (name == "ouro")
+    jobs = [job(TEXT[:7], rule_for(name, policy), 2) for policy in rules]
     jobs += [job(TEXT[:7], rule_for(name, "kl", min_depth=2, patience=2), 2)]
     jobs += [job(TEXT[:7], f"fixed:{depth}", 2) for depth in (1, MAX_DEPTH)]
     wanted = [reference(name, j, kv, 1 if kv == "per-loop" else chunk) for j in jobs]
     found = run(engine_for(name, kv_policy=kv, chunk=chunk, page_size=2), jobs)
     for j, generation, answer in zip(jobs, found, wanted, strict=True):
         check(generation, answer, str(j.rule))
-    varied = [len(set(answer.depths)) >= 2 for answer in wanted[: len(LIVE)]]
-    assert sum(varied) >= len(LIVE) - 1, "one depth for all tests little"
+    varied = [len(set(answer.depths)) >= 2 for answer in wanted[: len(rules)]]
+    assert sum(varied) >= len(rules) - 2, "one depth for all tests little"
     assert set(wanted[-1].depths) == {MAX_DEPTH} and set(wanted[-2].depths) == {1}
 
 
-@pytest.mark.parametrize("policy", [n for n in LIVE if EXITS[n].reads is Reads.LATENT])
+@pytest.mark.parametrize("policy", [n for n in EXITS if EXITS[n].reads is Reads.LATENT])
 def test_without_room_for_readings_latent_rules_decode_the_same(policy):
-    j = job(TEXT[:9], rule_for("add", policy), 3)
+    name = "ouro" if policy == "gate" else "add"
+    j = job(TEXT[:9], rule_for(name, policy), 3)
+    engine = engine_for(name, logits_exits=False)
+    check(run(engine, [j])[0], reference(name, j))
+
+
+@pytest.mark.parametrize("policy", [n for n in EXITS if EXITS[n].reads.runs_coda])
+def test_without_room_for_readings_rules_that_run_the_coda_are_refused(policy):
     engine = engine_for("add", logits_exits=False)
-    check(run(engine, [j])[0], reference("add", j))
+    with pytest.raises(ExitError, match=f"'{policy}' reads logits or what they are made of"):
+        engine.submit([1], exit=rule_for("add", policy))
+
+
+def test_a_gate_rule_needs_a_model_that_has_one():
+    with pytest.raises(ExitError, match="this model has none.*latent-kl"):
+        engine_for("add").submit([1], exit="gate:0.5")
+
+
+@pytest.mark.parametrize("name", ["add", "ouro"])
+def test_a_rule_takes_the_passes_it_declares(name):
+    """What is charged by replay and live is what an engine runs, row by row."""
+    for policy in live_rules(name):
+        j = job(TEXT[:9], rule_for(name, policy), 3)
+        engine = engine_for(name, prefix_cache=False, chunk=4)
+        depths = np.array(answer_of(run(engine, [j])[0]).depths)
+        stats, n = engine.stats(), len(depths)
+        reads, outputs = EXITS[policy].reads, 3  # logits of prompt tokens but the last: not needed
+        codas = depths.sum() if reads.runs_coda else n
+        if name == "ouro" and not reads.runs_coda:
+            codas = outputs  # no coda layers: nothing to leave an entry in
+        assert stats["coda_rows"] == codas, policy
+        if reads is Reads.LOGITS:
+            assert stats["head_rows"] == codas, policy
+        elif reads is Reads.LATENT:
+            assert stats["head_rows"] == outputs, policy
+        elif policy in ("short-list-kl", "sketched-kl"):  # once at 1, and the output, if later
+            assert stats["head_rows"] == n + outputs - (depths[-3:] == 1).sum(), policy
+        else:
+            assert outputs <= stats["head_rows"] < codas + outputs, policy
 
 
 @pytest.mark.parametrize("name", ["add", "attn-all"])
@@ -394,6 +435,10 @@ def test_work_is_the_sum_of_the_depths():
         assert generation.completions[0].exit_depths == (depth,) * 16
         solo = run(engine_for("add", max_depth=8), [j])[0]
         assert answer_of(solo).token_ids == answer_of(generation).token_ids
+    lockstep = engine_for("add", max_depth=8, batching="lockstep")
+    together = run(lockstep, jobs)
+    assert lockstep.stats()["slot_ticks"] == 512, "every slot is held until the deepest is done"
+    assert [answer_of(g) for g in together] == [answer_of(g) for g in found]
 
 
 def test_one_deep_row_makes_no_other_wait():

@@ -65,6 +65,21 @@ def test_nothing_is_found_under_another_rule(key):
     assert pool.root("rule") == pool.root("rule")
 
 
+def test_as_many_beginnings_as_pages_are_remembered():
+    """Each seed of a model that starts from noise has its own; a server must not grow by it."""
+    pool = PagePool(3)
+    first = pool.root(0)
+    for key in range(1, 3):
+        pool.root(key)
+    assert pool.root(0) == first, "asked for again, so the youngest"
+    for key in range(3, 5):
+        pool.root(key)
+    assert pool.root(0) == first
+    assert len(pool._roots) == 3
+    pool.root(5), pool.root(6), pool.root(7)
+    assert pool.root(0) != first, "an identity is never used twice"
+
+
 def test_what_two_learned_at_once_stays_known_once():
     pool = PagePool(4)
     root = pool.root(0)

@@ -6,14 +6,15 @@ import pytest
 import torch
 
 from loopwise.errors import ShapeError
-from loopwise.exits.base import Observation
+from loopwise.exits.base import Observation, Output
 from loopwise.exits.kl import StepKL, step_kl
 from loopwise.exits.latent_change import LatentChange
 
 
 def observe(r: int | torch.Tensor, logits: torch.Tensor | None) -> Observation:
     latent = torch.zeros(2 if logits is None else len(logits), 4)
-    return Observation(r=r, latent=latent, previous=latent, logits=logits)
+    output = None if logits is None else Output.known(logits)
+    return Observation(r=r, latent=latent, previous=latent, output=output)
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from loopwise.errors import ExitError, ShapeError
 from loopwise.exits.argmax import ArgmaxChange
-from loopwise.exits.base import ExitPolicy, Observation
+from loopwise.exits.base import ExitPolicy, Observation, Output
 from loopwise.exits.entropy import EntropyChange
 from loopwise.exits.kl import StepKL
 from loopwise.exits.margin import Margin
@@ -22,7 +22,8 @@ INF = float("inf")
 
 def observe(r: int | torch.Tensor, logits: torch.Tensor | None, rows: int = 2) -> Observation:
     latent = torch.zeros(rows if logits is None else len(logits), 4)
-    return Observation(r=r, latent=latent, previous=latent, logits=logits)
+    output = None if logits is None else Output.known(logits)
+    return Observation(r=r, latent=latent, previous=latent, output=output)
 
 
 def run(policy: ExitPolicy, logits: torch.Tensor) -> list[list[float]]:

@@ -21,6 +21,7 @@ from loopwise.measure.frontier import (
     swept_points,
     uniform_points,
 )
+from loopwise.measure.price import Checks
 from loopwise.models.costs import Costs
 
 COSTS = Costs(prelude=10.0, core=100.0, coda=20.0, head=220.0)
@@ -192,10 +193,10 @@ def test_charged_flops_of_each_kind_of_rule():
     depth = np.array([1, 2, 4, 4])
     loss, argmax = line.loss[np.arange(4), depth - 1], line.argmax[np.arange(4), depth - 1]
     mean = 11 / 4
-    free = score_point(depth, loss, argmax, line, reads_logits=False)
+    free = score_point(depth, loss, argmax, line)
     assert free["charged_flops"] == pytest.approx(10 + 20 + 220 + mean * 100)
     assert free["charged_share"] == pytest.approx((250 + mean * 100) / (250 + 400))
-    dear = score_point(depth, loss, argmax, line, reads_logits=True)
+    dear = score_point(depth, loss, argmax, line, Checks(codas=mean - 1, heads=mean - 1))
     assert dear["charged_flops"] == pytest.approx(10 + mean * (20 + 220) + mean * 100)
     for point in (free, dear):
         assert point["cap"] == pytest.approx((250 + 400) / (250 + mean * 100))

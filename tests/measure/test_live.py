@@ -244,7 +244,7 @@ def test_work_counted_is_the_sum_of_depths_and_of_readings(policy: str) -> None:
     assert depths.numel() == n_real
     assert found.core_row_steps == int(depths.sum())
     reads = int(depths.sum()) if policy == "kl" else n_real
-    assert found.coda_row_reads == reads
+    assert found.coda_row_steps == found.head_row_steps == reads
 
 
 def test_one_latent_reading_rule_costs_one_coda_per_token() -> None:
@@ -254,7 +254,7 @@ def test_one_latent_reading_rule_costs_one_coda_per_token() -> None:
     rule = ExitRule(max_depth=3)
     found = live(tiny(), full, rule)
     assert found.exit_depth.numel() == full.n_targets < full.token_ids.numel()
-    assert (found.core_row_steps, found.coda_row_reads) == (3 * 28, 28)
+    assert (found.core_row_steps, found.coda_row_steps, found.head_row_steps) == (84, 28, 28)
 
 
 @pytest.mark.parametrize("policy", ["kl", "latent-change"])

@@ -10,15 +10,23 @@ from loopwise.exits import EXITS
 from loopwise.exits.base import Reads
 from loopwise.exits.rule import ExitRule, build_policy
 from loopwise.measure.latent_kl_fit import fit_latent_kl
-from loopwise.measure.scores import follows_from_columns, recorded_score, why_unknown
+from loopwise.measure.scores import (
+    follows_from_columns,
+    recorded_asks,
+    recorded_score,
+    why_unknown,
+)
 from loopwise.measure.trace import Trace, TraceInfo, write_trace
 from tests.conftest import make_blocks, make_model
 
 HORIZON = 6
 INFO = TraceInfo("somewhere", "abc", "stories", "def", 4.0, (1, 12))
 PROBE = {"weight": [0.1] * 32, "bias": 0.0, "mean": [0.0] * 32, "std": [1.0] * 32}
-LIVE = [name for name in EXITS if EXITS[name].reads is not Reads.TRUTH]
-DERIVED = [name for name in LIVE if name not in ("probe", "cosine", "min-p-kl")]
+# The gate belongs to models that carry one, and this one does not.
+LIVE = [name for name in EXITS if name != "gate" and EXITS[name].reads is not Reads.TRUTH]
+RECORDED = ["min-p-kl", "cosine", "short-list-kl", "sketched-kl", "certified", "probe"]
+DERIVED = [name for name in LIVE if name not in RECORDED]
+CERTIFIED = {"rate": 0.3, "diameter": 3.0, "first_read": 0.5}
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +37,8 @@ def traces(tmp_path_factory) -> tuple[Trace, Trace, dict]:
     bare = write_trace(model, blocks, folder / "bare", INFO, horizon=HORIZON)
     r = np.arange(1, HORIZON + 1)
     policy = fit_latent_kl(bare["change"], bare["second"], bare["kl_prev"], r)
-    fitted = {"probe": PROBE, "latent-kl": policy.to_state()}
-    policies = [build_policy(ExitRule(policy=name), fitted) for name in LIVE]
+    fitted = {"probe": PROBE, "latent-kl": policy.to_state(), "certified": CERTIFIED}
+    policies = [build_policy(ExitRule(policy=name), fitted, model) for name in LIVE]
     full = write_trace(model, blocks, folder / "full", INFO, horizon=HORIZON, policies=policies)
     return bare, full, fitted
 
@@ -54,7 +62,7 @@ def test_columns_say_what_the_policy_said(traces, name):
     assert np.isfinite(found[:, 1:]).all() or name == "fixed"
 
 
-@pytest.mark.parametrize("name", ["cosine", "min-p-kl", "probe"])
+@pytest.mark.parametrize("name", RECORDED)
 def test_what_no_column_knows_is_refused(traces, name):
     bare, _, fitted = traces
     with pytest.raises(TraceError, match=f"'{name}' was not recorded.*measure again"):
@@ -72,9 +80,25 @@ def test_why_a_score_is_unknown_is_said_where_it_would_be_refused(traces, name):
             except (ExitError, TraceError):
                 found = False
             why = why_unknown(trace, name, known)
-            assert (why is None) is found
+            assert (why is None) is found, (name, why)
             assert why is None or "measure" in why, "a reason comes with what to do"
     assert follows_from_columns(name) is (name in DERIVED)
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_a_trace_says_whose_logits_a_policy_asked_for(traces, name):
+    _, full, _ = traces
+    found = recorded_asks(full, name)
+    if EXITS[name].reads is not Reads.HIDDEN:
+        assert found is None
+        return
+    assert found.dtype == bool and found.shape == (full.n_tokens, HORIZON)
+    if name == "certified":
+        score = full["score.certified"]
+        assert found[score <= 1].all(), "nothing is certified unread"
+        assert 0 < found.sum() < found.size
+    else:
+        assert found[:, 0].all() and not found[:, 1:].any(), "in full at recurrence 1 alone"
 
 
 def test_an_oracle_has_no_recorded_score(traces):

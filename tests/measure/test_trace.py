@@ -14,7 +14,7 @@ import torch
 from loopwise.data import PackedBlocks, TokenBatch
 from loopwise.data.packing import NO_TARGET
 from loopwise.errors import DepthError, DivergenceError, LoopwiseError, RunFolderError, TraceError
-from loopwise.exits.base import Observation
+from loopwise.exits.base import Observation, Output
 from loopwise.exits.fixed import FixedDepth
 from loopwise.exits.kl import StepKL
 from loopwise.exits.latent_change import LatentChange
@@ -182,7 +182,7 @@ def test_recorded_scores_are_what_the_policy_says(found, made, policy):
             r=r,
             latent=found["latents"][:, r - 1],
             previous=found["latents"][:, max(r - 2, 0)],
-            logits=found["logits"][:, r - 1].float(),
+            output=Output.known(found["logits"][:, r - 1].float()),
         )
         wanted, memory = policy.score(seen, memory)
         if r > 1 or policy.name != "latent-change":  # the initial latent is not at hand here

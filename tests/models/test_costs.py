@@ -79,7 +79,7 @@ COSTS = Costs(prelude=10.0, core=100.0, coda=20.0, head=220.0)
 
 def test_forward_training_and_cap_by_hand():
     assert COSTS.forward(3) == 10 + 300 + 240
-    assert COSTS.forward(3, reads=2) == 10 + 300 + 3 * 240
+    assert COSTS.forward(3, codas=2, heads=2) == 10 + 300 + 3 * 240
     assert COSTS.forward(2.5) == 500
     assert COSTS.training(8, 4) == COSTS.forward(8) + 2 * COSTS.forward(4)
     assert COSTS.training(2, 4) == 3 * COSTS.forward(2)
@@ -106,7 +106,9 @@ def test_the_papers_geometry_has_the_papers_price_of_a_check():
     costs = flops_per_token(model)
     assert costs.check_in_recurrences == pytest.approx(2.4, abs=0.1)
     # "A1 checked every recurrence does 1.58x the work of uniform-8" at 4.94 mean recurrences.
-    assert costs.forward(4.94, reads=3.94) / costs.forward(8) == pytest.approx(1.58, abs=0.01)
+    assert costs.forward(4.94, codas=3.94, heads=3.94) / costs.forward(8) == pytest.approx(
+        1.58, abs=0.01
+    )
 
 
 def test_kv_bytes():

@@ -36,7 +36,10 @@ CONFIG = MeasureConfig(
     live_tokens=200,
     live_thresholds=2,
     batch=2,
-    live_rules=("kl", "latent-change", "probe", "latent-kl", "min-p-kl", "argmax"),
+    live_rules=(
+        *("kl", "latent-change", "probe", "latent-kl", "min-p-kl", "argmax"),
+        *("short-list-kl", "sketched-kl", "certified"),
+    ),
 )
 
 
@@ -61,14 +64,15 @@ def measured(tmp_path_factory) -> tuple[Trace, Checkpoint, dict[str, Any]]:
 def test_every_rule_of_the_table_is_there_in_its_meanings(measured):
     _, _, frontier = measured
     policies = frontier["policies"]
-    assert set(EXITS) <= set(policies)
+    assert set(EXITS) - {"gate"} <= set(policies)
     assert set(policies["fixed"]) == {"uniform"}
     for name in EXITS:
-        if name == "fixed":
+        if name in ("fixed", "gate"):
             continue
         assert ("live" in policies[name]) is (name in CONFIG.live_rules)
         assert policies[name]["replayed"]
-    assert frontier["left_out"] == {}
+    assert set(frontier["left_out"]) == {"gate"}
+    assert "this model has none" in frontier["left_out"]["gate"]
     json.dumps(frontier, allow_nan=False)
 
 
@@ -76,7 +80,7 @@ def test_a_rule_scores_in_replay_as_the_policy_does(measured):
     """The scores behind a frontier are the policy's own: the loosest threshold is one of them."""
     trace, checkpoint, frontier = measured
     for name, kinds in frontier["policies"].items():
-        if name not in EXITS or EXITS[name].reads not in (Reads.LATENT, Reads.LOGITS):
+        if name not in EXITS or EXITS[name].reads in (Reads.NOTHING, Reads.TRUTH):
             continue
         score = recorded_score(trace, name, checkpoint.fitted_policies())
         rule = ExitRule(policy=name, max_depth=4)
@@ -105,6 +109,8 @@ def test_a_rule_that_says_yes_or_no_is_swept_over_its_patience(measured):
             depths = [p["mean_depth"] for p in points]
             assert depths == sorted(depths)
             assert depths[-1] == 4.0, "three in a row from recurrence 2 is the full depth"
+        elif name == "second-difference":
+            assert {p["patience"] for p in points} == {1, 2}, "published as twice running"
         elif name != "oracle":
             assert {p["patience"] for p in points} <= {1}
 
@@ -115,12 +121,13 @@ def test_what_cannot_be_judged_is_named_with_the_reason(measured, tmp_path):
     corpora = {"stories": list(generate("stories", 0, 0, 8))}
     config = replace(CONFIG, live_rules=("kl",), tokens=200)
     (plain,) = measure_stage(checkpoint, corpora, config, tmp_path / "t", quiet)
-    policies = {k: v for k, v in checkpoint.exits["policies"].items() if k != "latent-kl"}
+    kept = ("probe", "certified")
+    policies = {k: v for k, v in checkpoint.exits["policies"].items() if k in kept}
     older = replace(checkpoint, exits={**checkpoint.exits, "policies": policies})
     events: list[dict[str, Any]] = []
     asked = replace(CONFIG, live_rules=("kl", "latent-kl"))
     frontier = frontier_stage(plain, older, asked, events.append)
-    assert set(frontier["left_out"]) == {"latent-kl", "min-p-kl"}
+    assert set(frontier["left_out"]) == {"latent-kl", "min-p-kl", "short-list-kl", "gate"}
     assert "not recorded" in frontier["left_out"]["min-p-kl"]
     assert "not fitted" in frontier["left_out"]["latent-kl"]
     assert not {"latent-kl", "min-p-kl"} & set(frontier["policies"])
@@ -159,13 +166,23 @@ def test_the_argmax_oracle_agrees_with_full_depth_everywhere(measured):
 def test_logits_rules_pay_and_others_do_not(measured):
     _, checkpoint, frontier = measured
     costs = flops_per_token(checkpoint.model, context=24)
-    charged = {name for name in EXITS if EXITS[name].reads is Reads.LOGITS}
-    assert charged == {"kl", "min-p-kl", "entropy", "argmax", "margin"}
+    logits = {name for name in EXITS if EXITS[name].reads is Reads.LOGITS}
+    assert logits == {"kl", "min-p-kl", "entropy", "argmax", "margin"}
+    hidden = {name for name in EXITS if EXITS[name].reads is Reads.HIDDEN}
+    assert hidden == {"short-list-kl", "sketched-kl", "certified"}
     for name, kinds in frontier["policies"].items():
-        for points in (kinds.get("replayed", []), kinds.get("live", [])):
-            for p in points:
-                reads = p["mean_depth"] - 1 if name in charged else 0.0
-                assert p["charged_flops"] == pytest.approx(costs.forward(p["mean_depth"], reads))
+        products = EXITS[name].products if name in EXITS else 0
+        for p in [*kinds.get("replayed", []), *kinds.get("live", [])]:
+            depth = p["mean_depth"]
+            checks = depth - 1
+            found = p["charged_flops"] - costs.forward(depth, rows=products * depth)
+            if name in logits:
+                assert found == pytest.approx(checks * (costs.coda + costs.head), abs=1)
+            elif name in hidden:  # the coda each time, the head now and then
+                heads = (found - checks * costs.coda) / costs.head
+                assert -1e-6 <= heads <= min(checks, 1 if name != "certified" else 9) + 1e-6
+            else:
+                assert found == pytest.approx(0, abs=1)
 
 
 def test_budgets_name_points_of_the_frontier_or_none(measured):

@@ -75,13 +75,14 @@ def test_fitted_and_measured_documents_are_disjoint_and_whole(checkpoint, tmp_pa
         assert traced_texts(trace) == measured
 
 
-FITS = ["probe", "latent-kl"]
+FITS = ["latent-kl", "certified", "probe"]
 
 
 def spy_on_fit(monkeypatch, name: str) -> list[int]:
     """The tokens that reach the fit of a rule, in order, as they come."""
     seen: list[int] = []
-    source = {"probe": "probe_examples", "latent-kl": "trace_batch"}[name]
+    sources = {"probe": "probe_examples", "latent-kl": "trace_batch", "certified": "reach_examples"}
+    source = sources[name]
     real = getattr(measuring, source)
 
     def spying(model, given, *args):
@@ -230,15 +231,17 @@ def test_the_header_ties_the_trace_to_the_weights(checkpoint, tmp_path):
     assert trace.header["weights_hash"] == checkpoint.weights_hash
     assert trace.header["checkpoint"] == str(checkpoint.path)
     assert trace.header["trained_mean_depth"] == 3.0
-    assert trace.policies == ["cosine", "probe"], "what no standard column tells, and is cheap"
+    cheap = ["cosine", "sketched-kl", "certified", "probe"]
+    assert trace.policies == cheap, "what no standard column tells; no gate, for there is none"
     text = "".join(traced_texts(trace))
     assert trace.header["n_bytes"] == len(text.encode())
 
 
 def test_a_score_that_costs_passes_over_the_vocabulary_is_recorded_when_asked(checkpoint, tmp_path):
-    rules = ("kl", "min-p-kl")
+    rules = ("kl", "min-p-kl", "short-list-kl")
     (trace,) = measure(checkpoint, {"stories": texts()}, tmp_path / "t", live_rules=rules)
-    assert trace.policies == ["min-p-kl", "cosine", "probe"]
+    added = ["short-list-kl", "sketched-kl", "certified", "probe"]
+    assert trace.policies == ["min-p-kl", "cosine", *added]
     assert trace["score.min-p-kl"].shape == (trace.n_tokens, 4)
 
 
