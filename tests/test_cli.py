@@ -185,7 +185,7 @@ def test_a_finished_study_of_an_earlier_version_gets_the_rules_that_came_since(a
     traces = files(a_run / "traces")
     file = a_run / "checkpoints" / "step-0000003" / "exits.json"
     exits = strict_json(file.read_text())
-    assert set(exits["policies"]) == {"probe", "latent-kl"}
+    assert set(exits["policies"]) == {"probe", "latent-kl", "certified"}
     older = {**exits, "policies": {"probe": exits["policies"]["probe"]}}
     file.write_text(json.dumps(older))
     answer(run("study", "--out", a_run, "--resume", "--json"))
@@ -242,7 +242,7 @@ def test_measuring_given_text(finished, tmp_path):
     assert made["traces"] == [str(tmp_path / "t" / "fresh")]
     trace = Trace(tmp_path / "t" / "fresh")
     assert made["tokens"] == [trace.n_tokens]
-    assert trace.policies == ["cosine", "probe"]
+    assert trace.policies == ["cosine", "sketched-kl", "certified", "probe"]
     assert files(folder) == before, "measuring elsewhere changed the run"
 
 
