@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +23,7 @@ from loopwise.train.diagnostics import Diagnostics, gradients_of
 from loopwise.train.loss import LoopedLoss, LossOn, ObjectiveConfig, Teacher
 from loopwise.train.machine import can_compile, matmul_peak, peak_memory_gib, pick_dtype
 from loopwise.train.metrics import MetricLog
-from loopwise.train.optim import OptimConfig, Optimizer, lr_factor
+from loopwise.train.optim import OptimConfig, Optimizer, learn_only, lr_factor
 from loopwise.train.recurrence import DepthConfig, DepthSchedule
 from loopwise.train.resume import clean_leftovers, load_step, save_step
 from loopwise.train.stopping import Interrupted, StopSignal
@@ -372,22 +371,6 @@ class Trainer:
         if self._stop.name:
             self.optimizer.zero_grad()
             raise Interrupted(self.step, self._stop.name)
-
-
-def learn_only(model: LoopedLM, patterns: Sequence[str]) -> None:
-    """Freeze every parameter whose name fits none of the patterns; no pattern freezes none.
-
-    Raises:
-        ConfigError: a pattern that fits no parameter.
-    """
-    names = [name for name, _ in model.named_parameters()]
-    for pattern in patterns:
-        if not fnmatch.filter(names, pattern):
-            raise ConfigError(
-                f"train.only: no parameter fits {pattern!r}; the first are {', '.join(names[:4])}"
-            )
-    for name, p in model.named_parameters():
-        p.requires_grad_(not patterns or any(fnmatch.fnmatch(name, x) for x in patterns))
 
 
 def _make_optimizer(model: LoopedLM, config: OptimConfig, dtype: torch.dtype) -> Optimizer:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -68,6 +70,22 @@ def momentum_at(config: OptimConfig, step: int) -> float:
         return config.momentum
     part = step / config.momentum_warmup_steps
     return config.momentum_start + part * (config.momentum - config.momentum_start)
+
+
+def learn_only(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Freeze every parameter whose name fits none of the patterns; no pattern freezes none.
+
+    Raises:
+        ConfigError: a pattern that fits no parameter.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise ConfigError(
+                f"train.only: no parameter fits {pattern!r}; the first are {', '.join(names[:4])}"
+            )
+    for name, p in model.named_parameters():
+        p.requires_grad_(not patterns or any(fnmatch.fnmatch(name, x) for x in patterns))
 
 
 class Optimizer:
