@@ -5,6 +5,7 @@ compilation. Not timed: reading text, compilation, evaluation, saving.
 Peak: the best of repeated 4096 x 1024 x 2048 matrix products in the same dtype.
 Random against fixed depth: the same number of steps, the same mean depth, gradients through all
 recurrences in both, interleaved. Memory: growth of the process over one step, in fresh processes.
+Diagnostics: the same steps of a looped model (FLT, three layers, nine loops) with and without them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,8 +22,10 @@ import torch
 from benchmarks.common import arguments, finish, interleaved, ratios, spread, table
 from loopwise.data import TokenBatch
 from loopwise.models.costs import flops_per_token
+from loopwise.models.looped import LoopedConfig, LoopedModel
 from loopwise.models.recurrent import RecurrentConfig, RecurrentModel
 from loopwise.models.views import PackedView
+from loopwise.train.diagnostics import Diagnostics, gradients_of
 from loopwise.train.loss import LoopedLoss
 from loopwise.train.machine import matmul_peak, peak_memory_gib, pick_dtype
 from loopwise.train.optim import OptimConfig, Optimizer
@@ -96,6 +100,32 @@ def measure_speed(d_model: int, n_core: int, rows: int, steps: int, repeats: int
     }
 
 
+def diagnostics_cost(steps: int, repeats: int) -> dict[str, float]:
+    """Time of a step with diagnostics over one without, interleaved on equal models."""
+    batch, loops, width = random_batch(4, 256), 9, 128
+    shape = {"d_model": width, "n_heads": 2, "n_kv_heads": 2, "d_ff": 4 * width, "n_layers": 3}
+    config = LoopedConfig(vocab_size=4096, inject="attn-all", **shape)
+
+    def runner(diagnostics: Diagnostics | None) -> Callable[[], None]:
+        torch.manual_seed(0)
+        model = LoopedModel(config).to(pick_dtype("auto", CPU)[0]).train()
+        loss = LoopedLoss(model, backprop_depth=loops, compiled=True, diagnostics=diagnostics)
+        optimizer = Optimizer(model, OptimConfig())
+
+        def run() -> None:
+            for _ in range(steps):
+                (loss(batch, loops) / batch.n_targets).backward()
+                norm = optimizer.collect_gradients()
+                if diagnostics is not None:
+                    diagnostics.collect(gradients_of(optimizer.learned))
+                optimizer.step(norm, 1e-3)
+
+        return run
+
+    seconds = interleaved({"off": runner(None), "on": runner(Diagnostics())}, repeats)
+    return ratios(seconds["on"], seconds["off"])
+
+
 def step_memory(kind: str, depth: int) -> float:
     """GiB one step adds to a fresh process; ``kind`` is ``train-K`` (truncation) or ``infer``."""
     model, batch = make(256, 2), random_batch(32, 256)
@@ -127,14 +157,22 @@ def main() -> None:
     else:
         cases = [(256, 2, 16), (256, 4, 16), (512, 2, 16)]
         speeds = [measure_speed(d, n, rows, 6, options.repeats) for d, n, rows in cases]
+    diagnostics = diagnostics_cost(1 if options.smoke else 10, options.repeats)
     depths = (4, 32)
     memory = {k: {d: fresh_memory(k, d) for d in depths} for k in ("train-2", "infer")}
     growth = {f"memory_{k}_32_over_4": m[32] / m[4] for k, m in memory.items()}
     table("Training", [{k: _short(v) for k, v in row.items()} for row in speeds])
+    table("Step with diagnostics over one without", [{"ratio": _short(diagnostics)}])
     table("Memory of one step at depth 32 over depth 4", [growth])
     finish(
         "train",
-        {"mean_depth": MEAN, "speeds": speeds, "memory_gib": memory, **growth},
+        {
+            "mean_depth": MEAN,
+            "speeds": speeds,
+            "diagnostics_over_none": diagnostics,
+            "memory_gib": memory,
+            **growth,
+        },
         options.save,
     )
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from loopwise.report import facts
 from loopwise.report.palette import in_order
 
 DEPTHS = (1, 2, 4, 8, 16, 32)
@@ -19,11 +20,18 @@ BUDGETS = (0.01, 0.001)
 def main(folders: list[str]) -> None:
     runs = [(Path(f).name, json.loads((Path(f) / "results.json").read_text())) for f in folders]
     convergence = [_convergence(name, run, c) for name, run in runs for c in run["convergence"]]
-    print(_table(convergence))
+    print(markdown(convergence))
     print()
-    print(_table([row for name, run in runs for f in run["frontiers"] for row in _rules(name, f)]))
+    frontiers = [(name, f) for name, run in runs for f in run["frontiers"]]
+    print(markdown([row for name, f in frontiers for row in _rules(name, f)]))
     print()
-    print(_table([_types(name, c) for name, run in runs for c in run["convergence"]]))
+    print(markdown([_types(name, c) for name, run in runs for c in run["convergence"]]))
+    fitted = [row for name, run in runs for row in _certificates(name, run["frontiers"])]
+    tiers = [row for folder in folders for row in _tiers(Path(folder))]
+    for rows in (fitted, tiers):
+        if rows:
+            print()
+            print(markdown(rows))
 
 
 def _convergence(name: str, run: dict[str, Any], c: dict[str, Any]) -> dict[str, str]:
@@ -82,13 +90,46 @@ def _rules(name: str, frontier: dict[str, Any]) -> list[dict[str, str]]:
     return rows
 
 
+def _certificates(name: str, frontiers: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """Answers the certified rule promises by full depth, and promises that were broken."""
+    return [
+        {
+            "run": name,
+            "corpus": corpus,
+            "certified": f"{j['fires'][-1]:.1%}",
+            "tokens": f"{j['certified']:,}",
+            "broken": f"{j['broken']:,}",
+        }
+        for corpus, j in facts.judged(frontiers, "certified")
+    ]
+
+
+def _tiers(folder: Path) -> list[dict[str, str]]:
+    """Calibrated tiers stored with the newest checkpoint."""
+    rows = []
+    for name, tier in facts.read_tiers(folder).items():
+        risk, live = tier["risk"], tier["live"]
+        rows.append(
+            {
+                "run": folder.name,
+                "tier": name,
+                "rule": tier["rule"],
+                "budget, nats": f"{tier['budget_nats']:g}",
+                "measured": f"{risk['mean']:.4f} ({risk['low']:.4f} to {risk['high']:.4f})",
+                "mean depth": f"{live['mean_depth']:.2f}",
+                "compute": f"{live['charged_share']:.0%}",
+            }
+        )
+    return rows
+
+
 def _gain(point: dict[str, Any] | None) -> str:
     if point is None:
         return ""
     return f"{point['allocation_gain']:.2f} ({point['gain_low']:.2f}-{point['gain_high']:.2f})"
 
 
-def _table(rows: list[dict[str, str]]) -> str:
+def markdown(rows: list[dict[str, str]]) -> str:
     names = list(dict.fromkeys(name for row in rows for name in row))
     lines = [names, ["---"] * len(names), *([row.get(n, "") for n in names] for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -16,8 +16,8 @@ PACKAGE = Path(loopwise.__file__).parent
 ORDER = """
 __main__
 cli
-calibrate
-study bench harness generate display
+calibrate bench
+study harness generate display
 settings
 server
 hub report

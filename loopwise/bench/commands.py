@@ -1,9 +1,9 @@
-"""``loopwise bench decode | prefill | serve``: the engine beside its alternatives, in one run."""
+"""``loopwise bench``: the engine beside its alternatives, in one run; the table of benchmarks."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,8 +13,9 @@ import numpy as np
 from rich.console import Console
 
 from loopwise.bench.baselines import generate_in_step, generate_padded
-from loopwise.bench.common import ratios, record, spread, table
+from loopwise.bench.common import keep, ratios, record, spread, table
 from loopwise.bench.drive import Pass, drive, figures
+from loopwise.bench.exits import bench_exits, keep_exits
 from loopwise.bench.kv import bench_kv
 from loopwise.bench.setup import Bench, BenchOptions
 from loopwise.bench.workload import Job, Lengths
@@ -193,16 +194,31 @@ COMMANDS: dict[str, Callable[[Path, BenchOptions, Console], dict[str, Any]]] = {
     "serve": bench_serve,
     "overhead": bench_overhead,
     "kv": bench_kv,
+    "exits": bench_exits,
 }
 
-
+_OF_EXITS = {"seeds", "budget", "tokens", "no-wall"}
 _UNUSED = {
-    "decode": {"rate"},
-    "prefill": {"rate"},
-    "serve": set[str](),
-    "overhead": {"rate", "exit", "judged"},
-    "kv": {"rate", "kv"},
+    "decode": {"rate"} | _OF_EXITS,
+    "prefill": {"rate"} | _OF_EXITS,
+    "serve": _OF_EXITS,
+    "overhead": {"rate", "exit", "judged"} | _OF_EXITS,
+    "kv": {"rate", "kv"} | _OF_EXITS,
+    # Its quality is judged on whole blocks, under the KV policy that forward passes are of.
+    "exits": {"rate", "exit", "judged", "kv"},
 }
+_KEEP: dict[str, Callable[[Mapping[str, Any], Path], object]] = {"exits": keep_exits}
+_ONLY_KEPT = {"frontier"}  # hundreds of points
+
+
+def keep_result(found: Mapping[str, Any], folder: Path) -> None:
+    """Write what a benchmark found into ``folder``."""
+    _KEEP.get(found["benchmark"], keep)(found, folder)
+
+
+def last_line(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a result the last line of the output tells."""
+    return {name: value for name, value in found.items() if name not in _ONLY_KEPT}
 
 
 def check_used(command: str, given: Iterable[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +33,10 @@ class BenchOptions:
         requests: of one pass.
         judged: requests whose continuations are scored.
         rate: of full-depth capacity at which requests arrive (`serve`).
+        seeds: draws of different documents (`exits`).
+        tokens: of each (`exits`).
+        budget: nats above full depth that rules are compared at (`exits`).
+        wall: time the engine as well (`exits`).
         smoke: seconds, to see that it runs.
     """
 
@@ -44,17 +49,23 @@ class BenchOptions:
     judged: int = 64
     repeats: int = 5
     rate: float = 0.7
+    seeds: int = 3
+    tokens: int = 8000
+    budget: float = 0.01
+    wall: bool = True
     dtype: str = "fp32"
     compile: bool = False
     seed: int = 0
     smoke: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("batch", "requests", "judged", "repeats"):
+        for name in ("batch", "requests", "judged", "repeats", "seeds", "tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name} {getattr(self, name)} must be at least 1")
         if not self.rate > 0:
             raise ConfigError(f"--rate {self.rate} must be above 0")
+        if not 0 < self.budget < math.inf:
+            raise ConfigError(f"--budget {self.budget:g} must be a number of nats above 0")
         if self.dtype not in ("fp32", "bf16"):
             raise ConfigError(f"--dtype {self.dtype!r} must be fp32 or bf16")
 
@@ -76,7 +87,8 @@ class Bench:
     ) -> None:
         if options.smoke:
             lengths = Lengths((8, 16), (4, 8))
-            options = replace(options, batch=min(options.batch, 4), requests=4, judged=4, repeats=2)
+            batch, tokens = min(options.batch, 4), min(options.tokens, 256)
+            options = replace(options, batch=batch, requests=4, judged=4, repeats=2, tokens=tokens)
         self.options, self.lengths, self.console = options, lengths, console
         dtype = torch.float32 if options.dtype == "fp32" else torch.bfloat16
         self.checkpoint: Checkpoint = load_checkpoint(path, dtype)

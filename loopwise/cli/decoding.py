@@ -94,6 +94,16 @@ def _bench(name: str, what: str) -> None:
             float | None,
             typer.Option("--rate", help="serve: share of full-depth capacity; default 0.7."),
         ] = None,
+        seeds: Annotated[
+            int | None, typer.Option("--seeds", help="exits: draws of documents; default 3.")
+        ] = None,
+        tokens: Annotated[
+            int | None, typer.Option("--tokens", help="exits: of each draw; default 8000.")
+        ] = None,
+        budget: Annotated[
+            float | None, typer.Option("--budget", help="exits: nats above full depth; 0.01.")
+        ] = None,
+        no_wall: Annotated[bool, typer.Option("--no-wall", help="exits: time nothing.")] = False,
         dtype: Annotated[str, typer.Option("--dtype", help="fp32 or bf16.")] = "fp32",
         compile_: Annotated[bool, typer.Option("--compile", help="Compile the model.")] = False,
         seed: Annotated[int, typer.Option("--seed")] = 0,
@@ -102,13 +112,23 @@ def _bench(name: str, what: str) -> None:
         debug: DebugOption = False,
     ) -> None:
         with command(True, debug) as (_, answer):
-            from loopwise.bench.commands import COMMANDS, BenchOptions, check_used
-            from loopwise.bench.common import keep
+            from loopwise.bench.commands import (
+                COMMANDS,
+                BenchOptions,
+                check_used,
+                keep_result,
+                last_line,
+            )
 
-            asked = {"exit": exit_, "kv": kv, "judged": judged, "rate": rate}
+            asked = {
+                **{"exit": exit_, "kv": kv, "judged": judged, "rate": rate},
+                **{"seeds": seeds, "tokens": tokens, "budget": budget},
+                "no-wall": no_wall or None,
+            }
             given: dict[str, Any] = {k: v for k, v in asked.items() if v is not None}
             check_used(name, given)
             given.pop("kv", None)
+            given["wall"] = not given.pop("no-wall", False)
             options = BenchOptions(
                 **given,
                 data=tuple(data or BenchOptions().data),
@@ -124,8 +144,8 @@ def _bench(name: str, what: str) -> None:
             )
             found = COMMANDS[name](checkpoint, options, Console(stderr=True))
             if out is not None:
-                keep(found, out)
-            answer(found)
+                keep_result(found, out)
+            answer(last_line(found))
 
 
 _bench("decode", "Tokens per second with live exits against uniform depth and other batching.")
@@ -133,3 +153,4 @@ _bench("prefill", "Time to the first token of long prompts, with live exits.")
 _bench("serve", "Latency of requests that arrive at random.")
 _bench("overhead", "The engine against the same kernels in a bare loop.")
 _bench("kv", "Memory, speed and quality of every KV policy.")
+_bench("exits", "Every exit rule on the same tokens: quality, price of its checks, speed.")

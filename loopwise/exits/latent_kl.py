@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ class Ramp:
 
     knots: Tensor
     slopes: Tensor
+    _pieces: tuple[Tensor, Tensor, Tensor] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         shapes_fit = self.knots.ndim == 1 and len(self.knots) == len(self.slopes) + 1 >= 2
@@ -38,22 +39,26 @@ class Ramp:
                 "the fitted state of 'latent-kl' is damaged: it needs increasing knots and one "
                 "slope of at least 0 between each two; fit it again with `loopwise measure`"
             )
+        # Every tick of an engine asks, and to make these takes longer than to use them.
+        object.__setattr__(self, "_pieces", pieces_between(self.knots))
 
     def __call__(self, x: Tensor) -> Tensor:
         """``(...)`` to ``(...)``; finite for finite ``x``."""
-        pieces = pieces_of(x, self.knots.to(x.device))
-        return (pieces * self.slopes.to(x.device)).sum(dim=-1)
+        low, high, start = (t.to(x.device) for t in self._pieces)
+        along = x.unsqueeze(-1).clamp(low, high).sub_(start)
+        return along.mul_(self.slopes.to(x.device)).sum(dim=-1)
 
 
-def pieces_of(x: Tensor, knots: Tensor) -> Tensor:
-    """How far ``x`` has come along each piece: ``(...)`` to ``(..., pieces)``.
+def pieces_between(knots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Lower end, upper end and starting knot of each piece, ``(pieces,)`` each.
 
-    The first piece reaches down to -inf and the last up to +inf, so a sum of these with fixed
-    slopes is linear beyond the knots.
+    How far x has come along a piece is x, clamped between its ends, less its start. The first piece
+    reaches down to -inf and the last up to +inf, so a sum of these with fixed slopes is linear
+    beyond the knots.
     """
     low, high = knots[:-1].clone(), knots[1:].clone()
     low[0], high[-1] = -torch.inf, torch.inf
-    return x.unsqueeze(-1).clamp(low, high) - knots[:-1]
+    return low, high, knots[:-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +106,10 @@ class LatentKL(ExitPolicy):
             ShapeError: the memory is not of the latent's shape.
         """
         step = remembered_step(self.name, observation, memory)
-        size = latent_size(observation.latent.float())
-        second = relative_norm(step - memory, size)
+        moves = torch.stack((step, step - memory))
+        change, second = relative_norm(moves, latent_size(observation.latent.float()))
         second = second.masked_fill(observation.first(), float("inf"))
-        return self.predict(relative_norm(step, size), second, observation.r), step
+        return self.predict(change, second, observation.r), step
 
     def predict(self, change: Tensor, second: Tensor, r: int | Tensor) -> Tensor:
         """Nats for recorded moves, ``(...)`` float32; +inf where a move is not finite.
@@ -114,11 +119,11 @@ class LatentKL(ExitPolicy):
             second: relative second difference, ``(...)``; +inf at recurrence 1.
             r: recurrence, from 1; broadcasts against them.
         """
-        at = torch.as_tensor(r, device=change.device) - 2
-        offset = self.offsets.to(change.device)[at.clamp(0, len(self.offsets) - 1)]
-        log_kl = self.change(log_of(change)) + self.second(log_of(second)) + offset
-        known = change.isfinite() & second.isfinite()
-        return torch.where(known, log_kl.clamp(-_MAX_LOG_KL, _MAX_LOG_KL).exp(), torch.inf)
+        at = torch.as_tensor(r, device=change.device).clamp(2, len(self.offsets) + 1) - 2
+        log_kl = self.change(log_of(change)) + self.second(log_of(second))
+        kl = (log_kl + self.offsets.to(change.device).take(at)).clamp(-_MAX_LOG_KL, _MAX_LOG_KL)
+        # Of two moves, which are not negative, the difference is a number where both are.
+        return kl.exp_().masked_fill_((change - second).isfinite().logical_not_(), torch.inf)
 
     def to_state(self) -> dict[str, Any]:
         """Plain values for ``exits.json``."""

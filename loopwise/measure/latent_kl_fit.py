@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
 
 from loopwise.errors import DataError
-from loopwise.exits.latent_kl import LatentKL, Ramp, log_of, pieces_of
+from loopwise.exits.latent_kl import LatentKL, Ramp, log_of, pieces_between
 
 PIECES = 8  # of each ramp, between quantiles of what it reads
 KL_FLOOR = 1e-7  # nats; a float32 KL below it is rounding
@@ -40,9 +41,7 @@ def fit_latent_kl(
     target = np.log(np.maximum(kl, KL_FLOOR))
     moves = [log_of(torch.from_numpy(values)) for values in (change, second)]
     knots = [_knots(values.numpy()) for values in moves]
-    columns = np.hstack(
-        [pieces_of(x, torch.from_numpy(k)).numpy() for x, k in zip(moves, knots, strict=True)]
-    )
+    columns = np.hstack([_along(x, k) for x, k in zip(moves, knots, strict=True)])
     slopes = _slopes(columns, target, r)
     offsets = _means_by(r, (target - columns @ slopes)[:, None])[2:, 0]
     n_change = len(knots[0]) - 1
@@ -103,6 +102,12 @@ def _knots(values: Floats) -> Floats:
     quantiles = np.quantile(values, np.linspace(0, 1, PIECES + 1)).astype(np.float32)
     knots = np.unique(quantiles).astype(np.float64)
     return knots if len(knots) > 1 else np.array([knots[0], knots[0] + 1.0])
+
+
+def _along(x: Tensor, knots: Floats) -> Floats:
+    """How far ``x (examples,)`` has come along each piece, ``(examples, pieces)``."""
+    low, high, start = pieces_between(torch.from_numpy(knots))
+    return (x.unsqueeze(-1).clamp(low, high) - start).numpy()
 
 
 def _slopes(columns: Floats, target: Floats, r: NDArray[np.int64]) -> Floats:

@@ -70,9 +70,8 @@ def perplexity(
     n_targets, done = 0, 0
     for batch in _batches(windows, block):
         n_targets += batch.n_targets
-        for r, loss in _losses(model, batch, max(sums)):
-            if r in sums:
-                sums[r] += loss
+        for r, loss in _losses(model, batch, frozenset(sums)):
+            sums[r] += loss
         done += len(batch.token_ids)
         if progress is not None:
             progress(done, len(windows))
@@ -102,9 +101,13 @@ def _exp(x: float) -> float:
 
 
 @torch.no_grad()
-def _losses(model: LoopedLM, batch: TokenBatch, depth: int) -> Iterator[tuple[int, float]]:
+def _losses(
+    model: LoopedLM, batch: TokenBatch, depths: frozenset[int]
+) -> Iterator[tuple[int, float]]:
     targets = batch.targets.flatten()
-    for r, latent, view in trajectory(model, batch, depth):
+    for r, latent, view in trajectory(model, batch, max(depths)):
+        if r not in depths:
+            continue
         logits = model.coda(latent, r, view).flatten(0, -2).float()
         loss = F.cross_entropy(logits, targets, ignore_index=NO_TARGET, reduction="sum")
         yield r, loss.item()

@@ -30,6 +30,14 @@ class Checks:
         """FLOPs of one token at a mean ``depth`` with these checks."""
         return costs.forward(depth, self.codas, self.heads, self.products)
 
+    def one_in_recurrences(self, policy: type[ExitPolicy], costs: Costs) -> float:
+        """Price of one check of ``policy`` in recurrences, head passes in the share asked here."""
+        coda = head = 0.0
+        if policy.reads.runs_coda:
+            asked = self.heads / self.codas if self.codas else 1.0
+            coda, head = costs.coda, costs.head * asked
+        return (coda + head + policy.products * costs.row) / costs.core
+
 
 def replayed_checks(
     policy: type[ExitPolicy], depth: NDArray[np.int64], asked: NDArray[Any] | None = None

@@ -173,7 +173,7 @@ def _fit_missing(
     states = dict(fitted)
     for name in missing:
         emit({"event": "progress", "stage": f"fitting {name}", "done": 0, "total": 1})
-        states[name] = _FITS[name](checkpoint, parts, horizon).to_state()
+        states[name] = fit_policy(name, checkpoint, parts, horizon)
         emit({"event": "progress", "stage": f"fitting {name}", "done": 1, "total": 1})
     exits = {"policies": states, "fitted_on": here if fitted_on is None else fitted_on}
     return write_exits(checkpoint, {**checkpoint.exits, **exits}), plans
@@ -217,6 +217,13 @@ _FITS: dict[str, Callable[[Checkpoint, list[TokenBatch], int], _Fitted]] = {
     "latent-kl": _fit_latent_kl,
     "certified": _fit_certified,
 }
+
+
+def fit_policy(
+    name: str, checkpoint: Checkpoint, parts: list[TokenBatch], horizon: int
+) -> dict[str, Any]:
+    """The state of one fitted rule, as ``exits.json`` holds it; nothing is stored."""
+    return _FITS[name](checkpoint, parts, horizon).to_state()
 
 
 def _policies_to_record(checkpoint: Checkpoint, config: MeasureConfig) -> list[ExitPolicy]:

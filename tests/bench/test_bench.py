@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from dataclasses import replace
@@ -17,15 +18,21 @@ from loopwise.bench.commands import COMMANDS, BenchOptions
 from loopwise.bench.drive import drive, force
 from loopwise.bench.workload import Job, Lengths, make_jobs
 from loopwise.cli import app
-from loopwise.data import ReadOptions, ReadReport, read_documents
+from loopwise.data import Document, ReadOptions, ReadReport, read_documents
 from loopwise.engine import Engine, EngineConfig, SamplingParams
 from loopwise.errors import ConfigError, DataError
 from loopwise.models.checkpoint import save_checkpoint
-from loopwise.tokenizer import ByteTokenizer
+from loopwise.tokenizer import BPETokenizer, ByteTokenizer
 from tests.conftest import make_model
 
 OPTIONS = BenchOptions(
-    data=("builtin:stories:40",), exit="latent-change:0.5", depth=4, batch=3, smoke=True
+    data=("builtin:stories:40",),
+    exit="latent-change:0.5",
+    depth=4,
+    batch=3,
+    seeds=1,
+    wall=False,  # of exits alone, which has tests of its own
+    smoke=True,
 )
 
 
@@ -60,6 +67,15 @@ def test_jobs_have_the_lengths_asked_for_and_go_on_as_the_text_does():
     assert all(len(j.continuation) == j.new_tokens for j in found)
     with pytest.raises(DataError, match="one job needs"):
         jobs(1, Lengths((10**6, 10**6), (1, 1)))
+
+
+def test_a_prompt_is_begun_once_where_one_token_begins_and_ends_texts():
+    documents = [Document("ab cd"), Document("ef")] * 400
+    tokenizer = BPETokenizer.train(["ab cd ef"], 300)
+    assert tokenizer.bos_id == tokenizer.eos_id
+    found = make_jobs(documents, tokenizer, Lengths((3, 9), (2, 6)), 40, seed=1)
+    assert all(job.prompt[0] == tokenizer.bos_id != job.prompt[1] for job in found)
+    assert all(len(job.continuation) == job.new_tokens for job in found)
 
 
 def test_the_padded_loop_decodes_what_the_engine_decodes():
@@ -150,6 +166,17 @@ def test_exact_kv_costs_nothing_and_the_others_save_what_they_say(checkpoint):
     ratio = [rows[name]["memory_ratio"] for name in ("per-loop", "ring-2", "last")]
     assert ratio == sorted(ratio, reverse=True) and len(set(ratio)) == 3
     assert any(row["nll_delta_nats"]["mean"] != 0 for row in found["rows"])
+
+
+def test_the_table_of_kv_policies_fits_80_columns(checkpoint):
+    out = io.StringIO()
+    COMMANDS["kv"](checkpoint, replace(OPTIONS, exit=None), Console(file=out, width=80))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = [line for line in lines if line.startswith(("│", "┃"))]
+    assert len(rows) == 6, "a head and five policies, none wrapped onto a second line"
+    assert any("first-then-last" in line and "±" in line for line in rows)
+    assert "…" not in out.getvalue(), "nothing is cut"
 
 
 def test_exits_at_full_depth_cost_no_quality(checkpoint):
