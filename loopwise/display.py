@@ -118,8 +118,12 @@ def _cell_line(event: Event) -> str:
 
 def _estimate_line(event: Event) -> str:
     depth = event["depth"]
+    n, learn = event["parameters"], event["trained_parameters"]
+    part = "" if learn == n else f", of which {learn / 1e6:.3g}M learn"
+    if event["low_rank"] is not None:
+        part = f"; {learn / 1e6:.3g}M learn in factors of rank {event['low_rank']}"
     return (
-        f"model: {event['parameters'] / 1e6:.2f}M parameters, {event['dtype_reason']}, "
+        f"model: {n / 1e6:.2f}M parameters{part}, {event['dtype_reason']}, "
         f"{'compiled' if event['compiled'] else 'not compiled'}\n"
         f"depth: {depth['kind']}, mean {depth['true_mean']:.2f}, median {depth['median']}, "
         f"p95 {depth['p95']}, gradients through the last {depth['backprop_depth']}\n"

@@ -130,8 +130,14 @@ class RunConfig:
             raise ConfigError(f"model={self.model!r} must be a section of settings")
         if "vocab_size" in self.model:
             raise ConfigError("model.vocab_size comes from the tokenizer; set tokenizer.vocab_size")
-        self.model_config(self.tokenizer.vocab_size)  # refuses impossible shapes before any work
-        limit = self.model_config(self.tokenizer.vocab_size).geometry.max_depth
+        # Refuses impossible shapes before any work.
+        geometry = self.model_config(self.tokenizer.vocab_size).geometry
+        limit, positions = geometry.max_depth, geometry.max_positions
+        if positions is not None and self.train.seq > positions:
+            raise ConfigError(
+                f"train.seq={self.train.seq} is past the {positions} positions of architecture "
+                f"{self.architecture!r}; lower it or raise model.max_positions"
+            )
         if limit is not None and (self.depth.kind != "fixed" or self.depth.mean > limit):
             raise ConfigError(
                 f"architecture {self.architecture!r} runs at most {limit} recurrence; "

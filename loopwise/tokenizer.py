@@ -3,16 +3,20 @@
 Both kinds stand on UTF-8 bytes, so every token has a known length in bytes (`byte_lengths`) and
 ``decode(encode(text)) == text``. Text never yields a special id: a document that spells
 ``<|endoftext|>`` stays a document. Only the packing and the engine add ``bos_id`` and ``eos_id``.
+
+Which ids those are, a ``tokenizer.json`` does not always say, or says wrongly: ``training.json``
+beside it then does (``special_ids``). `load_tokenizer` of a folder and `load_checkpoint` give a
+tokenizer that knows, so nobody else has to look there.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import tokenizers
@@ -20,6 +24,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from loopwise.errors import TokenizerError
 
+TOKENIZER_FILE, TRAINING_FILE = "tokenizer.json", "training.json"
 END_OF_TEXT = "<|endoftext|>"
 # The (bos, eos) spellings of published byte-level tokenizers, the first pair present wins.
 BOS_EOS = (
@@ -34,11 +39,31 @@ Span = tuple[int, int]
 
 
 class Tokenizer(Protocol):
-    """What the rest of the package may ask of a tokenizer."""
+    """What the rest of the package may ask of a tokenizer.
+
+    Attributes:
+        bos_id: what a text begins with.
+        eos_id: what a document ends with, in training.
+        end_ids: every id that ends a text, the usual one first.
+        special_ids: what was said besides ``tokenizer.json``, see `with_special_ids`.
+    """
 
     vocab_size: int
     bos_id: int
     eos_id: int
+    end_ids: tuple[int, ...]
+    special_ids: dict[str, Any]
+
+    def with_special_ids(self, said: Mapping[str, Any]) -> Self:
+        """The same tokenizer with ids that its ``tokenizer.json`` does not tell.
+
+        Args:
+            said: ``bos``, an id; ``eos``, an id in place of the tokenizer's own, or a list of ids
+                that end a text besides it, as instruct models end their turns.
+        Raises:
+            TokenizerError: another name, or an id that is none.
+        """
+        ...
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``, never a special one.
@@ -81,17 +106,36 @@ class Tokenizer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of `to_json`, in hexadecimal."""
+        """SHA-256 of `to_json` and of ids it does not tell, in hexadecimal."""
         ...
 
 
 class _ByteTable:
     """Decoding shared by both kinds: a table of the bytes and the special spelling of each id."""
 
-    def __init__(self, table: list[bytes], specials: dict[int, str]) -> None:
+    def __init__(
+        self, table: list[bytes], specials: dict[int, str], bos_id: int, eos_id: int
+    ) -> None:
         self._table = table
         self._specials = specials
         self.vocab_size = len(table)
+        self._own = (bos_id, eos_id)
+        self.bos_id, self.eos_id = self._own
+        self.end_ids: tuple[int, ...] = (eos_id,)
+        self.special_ids: dict[str, Any] = {}
+
+    def with_special_ids(self, said: Mapping[str, Any]) -> Self:
+        """See `Tokenizer.with_special_ids`."""
+        begins, ends = _checked_ids(said, self.vocab_size)
+        bos, eos = self._own
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        made.__dict__.pop("fingerprint", None)  # made for the ids of before
+        made.special_ids = dict(said)
+        made.bos_id = begins[0] if begins else bos
+        made.eos_id = said["eos"] if isinstance(said.get("eos"), int) else eos
+        made.end_ids = tuple(dict.fromkeys([*ends, eos]))
+        return made
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
         """See `Tokenizer.decode`."""
@@ -121,7 +165,10 @@ class _ByteTable:
     @cached_property
     def fingerprint(self) -> str:
         """See `Tokenizer.fingerprint`."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
+        text = self.to_json()
+        if (self.bos_id, *self.end_ids) != self._own:
+            text += json.dumps([self.bos_id, self.eos_id, sorted(self.end_ids)])
+        return hashlib.sha256(text.encode()).hexdigest()
 
 
 class ByteTokenizer(_ByteTable):
@@ -132,7 +179,8 @@ class ByteTokenizer(_ByteTable):
 
     def __init__(self) -> None:
         table = [bytes([value]) for value in range(256)] + [b"", b""]
-        super().__init__(table, {self.bos_id: "<|bos|>", self.eos_id: "<|eos|>"})
+        bos, eos = type(self).bos_id, type(self).eos_id
+        super().__init__(table, {bos: "<|bos|>", eos: "<|eos|>"}, bos, eos)
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer.encode`."""
@@ -172,9 +220,9 @@ class BPETokenizer(_ByteTable):
         added = self._inner.get_added_tokens_decoder()
         specials = {i: token.content for i, token in added.items() if token.special}
         by_name = {name: i for i, name in specials.items()}
-        self.bos_id, self.eos_id = _bos_eos(by_name)
         plain = {i: token.content.encode() for i, token in added.items() if not token.special}
-        super().__init__(_byte_table(self._inner, specials, plain), specials)
+        table = _byte_table(self._inner, specials, plain)
+        super().__init__(table, specials, *_bos_eos(by_name))
         known = {token[0] for token in self._table if len(token) == 1}
         # Published vocabularies may lack bytes their training text never had, and the library
         # then drops the character without a word. C0, C1 and F5.. never occur in UTF-8.
@@ -233,9 +281,9 @@ class BPETokenizer(_ByteTable):
         """See `Tokenizer.to_json`."""
         return self._json
 
-    def __reduce__(self) -> tuple[type[BPETokenizer], tuple[str]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         # The library forgets encode_special_tokens when it is pickled.
-        return type(self), (self._json,)
+        return _restored, (type(self), self._json, self.special_ids)
 
     def _check(self, text: str) -> None:
         raw = _utf8(text)
@@ -250,14 +298,19 @@ class BPETokenizer(_ByteTable):
 def load_tokenizer(source: str | Path) -> Tokenizer:
     """``"byte"``, a ``tokenizer.json``, or a folder that holds one.
 
+    Of a folder, a checkpoint's or a run's, ``training.json`` may know ids that the tokenizer alone
+    does not; it then has them (`Tokenizer.special_ids`).
+
     Raises:
         TokenizerError: nothing there, or not a tokenizer this package can use.
     """
     if source == "byte":
         return ByteTokenizer()
     path = Path(source).expanduser()
+    said: Mapping[str, Any] = {}
     if path.is_dir():
-        path = path / "tokenizer.json"
+        said = _said_beside(path / TRAINING_FILE)
+        path = path / TOKENIZER_FILE
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as err:
@@ -266,9 +319,18 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
             "'byte', a tokenizer.json, or a folder that holds one"
         ) from err
     try:
-        return tokenizer_from_json(text)
+        tokenizer = tokenizer_from_json(text)
+        return tokenizer.with_special_ids(said) if said else tokenizer
     except TokenizerError as err:
         raise TokenizerError(f"{path}: {err}") from err
+
+
+def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    """Into a folder that holds no checkpoint yet, so that `load_tokenizer` reads back all of it."""
+    (folder / TOKENIZER_FILE).write_text(tokenizer.to_json(), encoding="utf-8")
+    if tokenizer.special_ids:
+        said = json.dumps({"special_ids": tokenizer.special_ids}, indent=2) + "\n"
+        (folder / TRAINING_FILE).write_text(said, encoding="utf-8")
 
 
 def tokenizer_from_json(text: str) -> Tokenizer:
@@ -284,6 +346,42 @@ def tokenizer_from_json(text: str) -> Tokenizer:
     if isinstance(content, dict) and content.get("type") == "loopwise-byte":
         return ByteTokenizer()
     return BPETokenizer(text)
+
+
+def _restored(kind: type[BPETokenizer], text: str, said: Mapping[str, Any]) -> BPETokenizer:
+    tokenizer = kind(text)
+    return tokenizer.with_special_ids(said) if said else tokenizer
+
+
+def _said_beside(file: Path) -> Mapping[str, Any]:
+    """``special_ids`` of a ``training.json``; none where there is no such file."""
+    try:
+        training = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as err:
+        raise TokenizerError(f"{file} cannot be read ({err}); copy it again") from err
+    return training.get("special_ids", {}) if isinstance(training, dict) else {}
+
+
+def _checked_ids(said: Mapping[str, Any], size: int) -> tuple[list[int], list[int]]:
+    """The ids that begin and that end texts.
+
+    Raises:
+        TokenizerError: see `Tokenizer.with_special_ids`.
+    """
+    if not isinstance(said, Mapping) or not said.keys() <= {"bos", "eos"}:
+        raise TokenizerError(f"special_ids is {said!r}; it says bos and eos, nothing else")
+    found = []
+    for name in ("bos", "eos"):
+        ids = said.get(name, [])
+        found.append(ids if isinstance(ids, list) else [ids])
+        for i in found[-1]:
+            if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < size:
+                raise TokenizerError(
+                    f"special_ids has the {name} id {i!r}; ids are 0 to {size - 1}"
+                )
+    return found[0], found[1]
 
 
 def _utf8(text: str) -> bytes:

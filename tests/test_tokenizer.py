@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 import random
 
 import numpy as np
@@ -18,6 +19,7 @@ from loopwise.tokenizer import (
     Tokenizer,
     load_tokenizer,
     tokenizer_from_json,
+    write_tokenizer,
 )
 
 TEXTS = [document.text for document in generate("stories", 0, 0, 200)]
@@ -176,3 +178,56 @@ def test_a_character_without_a_token_is_refused_not_dropped() -> None:
     check_round_trip(tokenizer, "plain \x05")
     with pytest.raises(TokenizerError, match=r"no token for the character '\\x04' \(U\+0004\)"):
         tokenizer.encode("a\x04b")
+
+
+@BOTH
+def test_ids_that_the_file_does_not_tell_are_said_besides(tokenizer) -> None:
+    own = (tokenizer.bos_id, tokenizer.eos_id)
+    told = tokenizer.with_special_ids({"bos": 5, "eos": 6})
+    assert (told.bos_id, told.eos_id, told.end_ids) == (5, 6, (6, own[1]))
+    turns = told.with_special_ids({"eos": [8, 7]})
+    assert (turns.bos_id, turns.eos_id, turns.end_ids) == (*own, (8, 7, own[1])), "afresh"
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.end_ids) == (*own, own[1:]), "untouched"
+    assert told.to_json() == tokenizer.to_json()
+    assert told.encode("Tom has 3.") == tokenizer.encode("Tom has 3.")
+
+
+@BOTH
+def test_tokenizers_with_other_ids_have_other_fingerprints(tokenizer) -> None:
+    """Token files are found by it, and they hold the ids that begin and end documents."""
+    own = tokenizer.with_special_ids({"bos": tokenizer.bos_id, "eos": tokenizer.eos_id})
+    assert own.fingerprint == tokenizer.fingerprint
+    said = ({"bos": 5}, {"eos": 5}, {"eos": [5]}, {"bos": 5, "eos": [5]})
+    prints = {tokenizer.with_special_ids(each).fingerprint for each in said}
+    # A document ends otherwise with {"eos": 5} than with {"eos": [5]}.
+    assert len(prints | {tokenizer.fingerprint}) == 5
+
+
+@BOTH
+def test_what_was_said_is_kept_in_workers_and_on_disk(tokenizer, tmp_path) -> None:
+    told = tokenizer.with_special_ids({"bos": 5, "eos": [6]})
+    write_tokenizer(tmp_path, told)
+    for again in (pickle.loads(pickle.dumps(told)), copy.copy(told), load_tokenizer(tmp_path)):
+        assert again.special_ids == told.special_ids
+        assert again.fingerprint == told.fingerprint
+        check_round_trip(again, SPELLED[3])
+    assert load_tokenizer(tmp_path / "tokenizer.json").fingerprint == tokenizer.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"bos": 512}, "bos id 512; ids are 0 to 511"),
+        ({"eos": [1, -1]}, "eos id -1"),
+        ({"eos": True}, "eos id True"),
+        ({"pad": 3}, "says bos and eos, nothing else"),
+        ([3], "says bos and eos, nothing else"),
+    ],
+)
+def test_what_is_no_special_id_is_refused(said, message, tmp_path) -> None:
+    with pytest.raises(TokenizerError, match=message):
+        BPE.with_special_ids(said)
+    write_tokenizer(tmp_path, BPE)
+    (tmp_path / "training.json").write_text(json.dumps({"special_ids": said}))
+    with pytest.raises(TokenizerError, match=message):
+        load_tokenizer(tmp_path)

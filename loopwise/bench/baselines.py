@@ -19,27 +19,48 @@ class GrowingView:
     """Keys and values of a padded batch, grown by concatenation, as `transformers` caches do.
 
     Args:
-        positions: ``(batch, seq)`` of the new tokens; padding has negative ones.
+        positions, token_ids: ``(batch, seq)`` of the new tokens; padding has negative positions.
     """
 
-    def __init__(self, rope: Rope, positions: Tensor, dtype: torch.dtype) -> None:
+    def __init__(
+        self, rope: Rope, positions: Tensor, token_ids: Tensor, dtype: torch.dtype
+    ) -> None:
         self._rope, self._dtype = rope, dtype
         self._past: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._seen = positions[:, :0]
-        self.extend(positions)
+        self.extend(positions, token_ids)
 
-    def extend(self, positions: Tensor) -> None:
-        """The next calls bring tokens at these positions."""
-        self._cos, self._sin = self._rope.tables(positions.clamp_min(0), self._dtype)
+    def extend(self, positions: Tensor, token_ids: Tensor) -> None:
+        """The next calls bring these tokens at these positions."""
+        self.positions, self.token_ids = positions.clamp_min(0), token_ids
+        local = self._rope.local
+        self._phase = self._rope.tables(self.positions, self._dtype)
         self._seen = torch.cat((self._seen, positions), dim=1)
         visible = self._seen[:, None] <= positions[..., None]
         visible &= (self._seen >= 0)[:, None] | (self._seen[:, None] == positions[..., None])
-        low = torch.finfo(self._dtype).min / 2
-        self._mask = torch.zeros(visible.shape, dtype=self._dtype).masked_fill(~visible, low)
+        self._mask = self._bias(visible)
+        if local is not None:
+            self._local_phase = local.rope.tables(self.positions, self._dtype)
+            visible &= self._seen[:, None] > positions[..., None] - local.window
+            self._local_mask = self._bias(visible)
 
-    def attend(self, layer: int, r: int | Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q = self._rope.rotate(q, self._cos, self._sin)
-        k = self._rope.rotate(k, self._cos, self._sin)
+    def _bias(self, visible: Tensor) -> Tensor:
+        low = torch.finfo(self._dtype).min / 2
+        return torch.zeros(visible.shape, dtype=self._dtype).masked_fill(~visible, low)
+
+    def attend(
+        self,
+        layer: int,
+        r: int | Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: Tensor | None = None,
+    ) -> Tensor:
+        phase, mask = self._phase, self._mask
+        if self._rope.is_local(layer):
+            phase, mask = self._local_phase, self._local_mask
+        q, k = self._rope.at(layer).turn(q, k, *phase, scale)
         if (layer, int(r)) in self._past:
             before_k, before_v = self._past[layer, int(r)]
             k, v = torch.cat((before_k, k), dim=1), torch.cat((before_v, v), dim=1)
@@ -47,7 +68,7 @@ class GrowingView:
         groups = q.shape[2] // k.shape[2]
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask[:, None])
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
         return mixed.transpose(1, 2)
 
 
@@ -58,11 +79,11 @@ def generate_padded(model: LoopedLM, jobs: Sequence[Job], depth: int, pad: int) 
     ids = torch.tensor([[pad] * (width - len(j.prompt)) + list(j.prompt) for j in jobs])
     starts = torch.tensor([[width - len(j.prompt)] for j in jobs])
     positions = torch.arange(width)[None] - starts
-    view = GrowingView(model.geometry.rope, positions, model.dtype)
+    view = GrowingView(model.geometry.rope, positions, ids, model.dtype)
     made: list[Tensor] = []
     for step in range(max(job.new_tokens for job in jobs)):
         if step:
-            view.extend(positions)
+            view.extend(positions, ids)
         injection = model.prelude(ids, view)
         latent = model.initial_latent(injection)
         for r in range(1, depth + 1):

@@ -22,6 +22,11 @@ from loopwise.bench.workload import Job, Lengths
 from loopwise.engine import Engine, SamplingParams
 from loopwise.measure.statistics import mean_with_interval
 
+_LEGEND = """\
+KiB: entries of one token. speed: ratio to per-loop. NLL: nats a token of the
+text above per-loop, ± half its 95% interval. own: the same on what per-loop
+wrote. argmax: share of that chosen as per-loop chose. same: tokens until the
+text of the policy's own differs."""
 POLICIES = ("per-loop", "ring-4", "ring-2", "first-then-last", "last")
 
 
@@ -55,6 +60,7 @@ def bench_kv(path: Path, options: BenchOptions, console: Console) -> dict[str, A
             }
         )
     table("kv", [_shown(row) for row in rows], bench.console)
+    bench.say(_LEGEND)
     return record("kv", {**bench.settings(), "chunk": bench.config.chunk, "rows": rows})
 
 
@@ -85,13 +91,15 @@ def _agreeing(ours: Sequence[Job], exact: Sequence[Job]) -> list[int]:
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
+    """Narrow enough for a terminal of 80 columns; the record has every figure in full."""
     text, made = row["nll_delta_nats"], row["nll_delta_on_generated_nats"]
+    kib = row["kv_bytes_per_token"] / 1024
     return {
         "": row["name"],
-        "KV bytes": f"{row['kv_bytes_per_token']:,}",
+        "KiB": f"{kib:.1f}" if kib < 100 else f"{kib:,.0f}",
         "speed": f"{row['speedup']:.2f}x",
-        "NLL": f"{text['mean']:+.4f} ({text['low']:+.4f} to {text['high']:+.4f})",
-        "on generated": f"{made['mean']:+.4f}",
+        "NLL": f"{text['mean']:+.4f} ±{(text['high'] - text['low']) / 2:.4f}",
+        "own": f"{made['mean']:+.4f}",
         "argmax": f"{row['argmax_agreement']:.1%}",
-        "same for": f"{row['tokens_until_other']:.0f} tokens",
+        "same": f"{row['tokens_until_other']:.0f}",
     }

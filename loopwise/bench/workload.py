@@ -44,7 +44,8 @@ def make_jobs(
 ) -> list[Job]:
     """Cut ``n`` jobs out of documents, the same ones for the same seed.
 
-    Short documents are joined by end-of-text, as they are in training.
+    A prompt begins with one start token. Short documents are joined by end-of-text, which in some
+    tokenizers is the same token.
 
     Raises:
         DataError: the text is shorter than one job.
@@ -52,7 +53,7 @@ def make_jobs(
     stream: list[int] = []
     need = n * (lengths.prompt[1] + lengths.output[1])
     for document in documents:
-        stream += [tokenizer.bos_id, *tokenizer.encode(document.text)]
+        stream += [*tokenizer.encode(document.text), tokenizer.eos_id]
         if len(stream) >= need:
             break
     rng = np.random.default_rng(seed)
@@ -64,6 +65,7 @@ def make_jobs(
         prompt = int(rng.integers(lengths.prompt[0], lengths.prompt[1] + 1))
         new = int(rng.integers(lengths.output[0], lengths.output[1] + 1))
         start = (i * longest) % (len(stream) - longest)
+        start += stream[start] == tokenizer.eos_id  # a prompt is not begun twice
         ids = stream[start : start + prompt - 1 + new]
         jobs.append(Job((tokenizer.bos_id, *ids[: prompt - 1]), tuple(ids[prompt - 1 :]), new))
     return jobs

@@ -31,6 +31,8 @@ class Plan:
         bias: flat, 0 where a token may be read, else -inf: of singles ``(singles, tokens)``, of
             groups ``(groups, widest, tokens)``; dtype of the scores, float32.
         cos, sin: rotary phase of the rows, ``(rows, 1, head_dim)``.
+        positions, token_ids: of the rows, ``(rows,)`` int64.
+        local: the same call for local layers, where the model has any.
     """
 
     header: Tensor
@@ -38,9 +40,15 @@ class Plan:
     bias: Tensor
     cos: Tensor
     sin: Tensor
+    positions: Tensor
+    token_ids: Tensor
+    local: Plan | None = None
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.header, self.index, self.bias, self.cos, self.sin
+    @property
+    def gathered(self) -> int:
+        """Entries that are copied to be read."""
+        singles, seen, groups, _, seen_by_group, fused = self.header.tolist()
+        return max(0 if fused else singles * seen, groups * seen_by_group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +67,27 @@ class RowsInPages:
     values: list[Tensor]
     scratch: Tensor
 
-    def attend(self, layer: int, r: int | Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        plan = self.plan
-        q = self.rope.rotate(q, plan.cos, plan.sin)
-        k = self.rope.rotate(k, plan.cos, plan.sin)
+    @property
+    def positions(self) -> Tensor:
+        return self.plan.positions
+
+    @property
+    def token_ids(self) -> Tensor:
+        return self.plan.token_ids
+
+    def attend(
+        self,
+        layer: int,
+        r: int | Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: Tensor | None = None,
+    ) -> Tensor:
+        plan, rope = self.plan, self.rope.at(layer)
+        if plan.local is not None and self.rope.is_local(layer):
+            plan = plan.local
+        q, k = rope.turn(q, k, plan.cos, plan.sin, scale)
         return torch.ops.loopwise.attend_pages(
             q,
             k,

@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
@@ -64,6 +63,12 @@ class Engine:
                 f"{geometry.vocab_size}; they do not belong together"
             )
         check_depths(model, [config.max_depth])
+        limit = geometry.max_positions
+        if limit is not None and config.max_seq > limit:
+            raise EngineError(
+                f"engine.max_seq={config.max_seq} is past the {limit} positions this model has "
+                "learned; lower it"
+            )
         self.model, self.tokenizer, self.config = model.eval(), tokenizer, config
         self.kv_policy = parse_kv_policy(config.kv_policy)
         limits = config.limits()
@@ -93,7 +98,7 @@ class Engine:
         self.bos_id = tokenizer.bos_id if config.bos_id is None else config.bos_id
         self._check_ids("engine.bos_id", [self.bos_id])
         self._check_ids("engine.end_ids", config.end_ids)
-        self.end_ids = frozenset((tokenizer.eos_id, *config.end_ids))
+        self.end_ids = frozenset((*tokenizer.end_ids, *config.end_ids))
         self._arrivals = 0
         self._ticks = Ticks(config, self.scheduler, self.table, self.runner, self._heard)
         self._listeners: dict[Request, asyncio.Queue[StreamedToken | None]] = {}
@@ -101,16 +106,11 @@ class Engine:
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, config: EngineConfig | None = None) -> Engine:
-        """An engine with the exit rules fitted to the checkpoint and its special ids.
+        """An engine with the exit rules fitted to the checkpoint.
 
-        Every id that ends a text counts: the checkpoint's, the tokenizer's and those of ``config``.
+        Every id that ends a text counts: those the tokenizer knows and those of ``config``.
         """
         config = EngineConfig() if config is None else config
-        config = replace(
-            config,
-            bos_id=checkpoint.bos_id if config.bos_id is None else config.bos_id,
-            end_ids=tuple(sorted({*config.end_ids, *checkpoint.end_ids})),
-        )
         return cls(checkpoint.model, checkpoint.tokenizer, config, checkpoint.fitted_policies())
 
     # Requests.

@@ -19,7 +19,7 @@ from loopwise.engine.sampler import History, sample
 from loopwise.errors import DataError, ExitError
 from loopwise.exits.base import ExitPolicy, Observation, Output, Reads
 from loopwise.exits.rule import ExitRule, should_exit
-from loopwise.measure.evaluate import check_depths
+from loopwise.measure.evaluate import check_depths, check_length
 from loopwise.models.base import Geometry, LoopedLM
 from loopwise.models.layers import row_seeds
 
@@ -39,19 +39,35 @@ class ReferenceView:
         self, geometry: Geometry, kv_policy: KVPolicy, coda_policy: KVPolicy | None
     ) -> None:
         self.geometry, self.kv_policy, self.coda_policy = geometry, kv_policy, coda_policy
-        self.position = 0
+        self.position = self.token_id = 0  # of the row that goes through the model
         self._entries: dict[tuple[int, int], Entries] = {}  # by layer and position
         self._last: dict[tuple[int, int], int] = {}  # latest recurrence, by layer and position
 
-    def attend(self, layer: int, r: int | Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        r, rope, policy = int(r), self.geometry.rope, self._policy(layer)
+    @property
+    def positions(self) -> Tensor:
+        return torch.tensor([self.position])
+
+    @property
+    def token_ids(self) -> Tensor:
+        return torch.tensor([self.token_id])
+
+    def attend(
+        self,
+        layer: int,
+        r: int | Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: Tensor | None = None,
+    ) -> Tensor:
+        r, rope, policy = int(r), self.geometry.rope.at(layer), self._policy(layer)
         cos, sin = rope.tables(torch.tensor([self.position], device=q.device), q.dtype)
-        q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)  # (1, heads, head_dim)
+        q, k = rope.turn(q, k, cos, sin, scale)  # (1, heads, head_dim)
         own = self._entries.setdefault((layer, self.position), {})
         own[0 if policy is None else policy.slot(r)] = k[0], v[0]
         self._last[layer, self.position] = r
         seen = []
-        for position in range(self.position + 1):
+        for position in range(self._first(layer), self.position + 1):
             last = self._last[layer, position]
             entry = 0 if policy is None else policy.read(r, last)
             seen.append(self._entries[layer, position][entry])
@@ -61,6 +77,11 @@ class ReferenceView:
         keys, values = (t.repeat_interleave(groups, dim=1) for t in (keys, values))
         scores = torch.einsum("hd,thd->ht", q[0], keys) * q.shape[-1] ** -0.5
         return torch.einsum("ht,thd->hd", scores.softmax(dim=-1), values).unsqueeze(0)
+
+    def _first(self, layer: int) -> int:
+        """The earliest token this layer sees."""
+        window = self.geometry.rope.window if self.geometry.rope.is_local(layer) else None
+        return 0 if window is None else max(0, self.position - window + 1)
 
     def _policy(self, layer: int) -> KVPolicy | None:
         if layer < self.geometry.n_prelude_layers:
@@ -109,6 +130,7 @@ class ReferenceDecoder:
     Raises:
         ExitError: the rule cannot decide token by token.
         DepthError: ``rule.max_depth`` is past the model's limit.
+        ShapeError: while feeding, a token past the positions the model has learned.
     """
 
     def __init__(
@@ -144,12 +166,13 @@ class ReferenceDecoder:
                     self._recur(row, r)
         for row in rows:
             if row.logits is None:
-                self.view.position = row.position
+                self.view.position, self.view.token_id = row.position, row.token_id
                 row.logits = self.model.coda(row.latent, row.depth, self.view)
         return [_decoded(row) for row in rows]
 
     def _enter(self, token_id: int) -> _Row:
-        self.view.position = self.position
+        check_length(self.model, self.position + 1)
+        self.view.position, self.view.token_id = self.position, token_id
         injection = self.model.prelude(torch.tensor([token_id]), self.view)  # (1, d_model)
         seeds = row_seeds(torch.tensor([self.position]), self.seed)
         width = self.policy.memory_width(self.model.geometry.vocab_size, injection.shape[-1])
@@ -166,7 +189,7 @@ class ReferenceDecoder:
 
     def _recur(self, row: _Row, r: int) -> None:
         """Recurrence ``r`` of one token, and whether it stops there."""
-        self.view.position = row.position
+        self.view.position, self.view.token_id = row.position, row.token_id
         previous = row.latent
         row.latent = self.model.core_step(previous, row.injection, r, self.view)
         output = None

@@ -61,7 +61,7 @@ class RowTable:
         fused: single rows attend through the compiled kernel.
 
     Attributes:
-        slot, position: of the row's request and token, by seat.
+        slot, position, token_id: of the row's request and token, by seat.
         r: recurrences done, by seat.
         threshold, patience, min_depth, max_depth: of its exit rule, by seat.
         hits: consecutive scores at or below the threshold, by seat.
@@ -80,6 +80,7 @@ class RowTable:
         self._fused = fused
         self.slot = np.zeros(seats, np.int64)
         self.position = np.zeros(seats, np.int64)
+        self.token_id = np.zeros(seats, np.int64)
         self.r = np.zeros(seats, np.int64)
         self.hits = np.zeros(seats, np.int64)
         self.threshold = np.zeros(seats, np.float32)
@@ -95,7 +96,10 @@ class RowTable:
         self._address = {n: np.zeros((slots, max_seq), np.int64) for n in widths | {1}}
         # Latest recurrence of each token, by its address in a stage of one entry.
         self._last = np.zeros((cache.shape.pages + 1) * cache.shape.page_size, np.int64)
-        self._cos, self._sin = rope.tables(torch.arange(max_seq), cache_dtype(cache))
+        self._window = rope.window
+        every, dtype = torch.arange(max_seq), cache_dtype(cache)
+        self._phase = rope.tables(every, dtype)
+        self._local_phase = (rope.local.rope if rope.local else rope).tables(every, dtype)
         self._device = cache_device(cache)
 
     def place(self, slot: int, first: int, page: int) -> None:
@@ -132,6 +136,12 @@ class RowTable:
 
     def plan(self, batch: Batch, stage: Stage) -> Plan:
         """What the attention layers of ``stage`` must know to run ``batch``."""
+        local = None if self._window is None else self._plan(batch, stage, self._window)
+        return self._plan(batch, stage, None, local)
+
+    def _plan(
+        self, batch: Batch, stage: Stage, window: int | None, local: Plan | None = None
+    ) -> Plan:
         seats = batch.seats
         slot, position = self.slot[seats], self.position[seats]
         r = np.maximum(self.r[seats], 1)  # the prelude runs before recurrence 1
@@ -140,41 +150,58 @@ class RowTable:
         bias: list[NDArray[np.float32]] = []
         n, seen = batch.singles, 0
         if n:
-            seen = int(position[:n].max()) + 1
-            read, allowed = self._read(stage, slot[:n], r[:n], position[:n], seen)
+            first = _first(position[:n], window)
+            seen = int((position[:n] - first).max()) + 1
+            read, allowed = self._read(stage, slot[:n], r[:n], position[:n], first, seen)
             index.append((read[:, None] * self._n_kv + self._heads).ravel())
             bias.append(allowed.ravel())
         widest = max(batch.groups, default=0)
-        seen_by_group = int(position[n:].max()) + 1 if batch.groups else 0
+        seen_by_group = 0
         if batch.groups:
-            parts, allowed = self._groups(stage, batch, slot, r, position, seen_by_group)
+            parts, allowed = self._groups(stage, batch, slot, r, position, window)
+            seen_by_group = allowed.shape[-1]
             index += parts
             bias.append(allowed.ravel())
         header = np.array([n, seen, len(batch.groups), widest, seen_by_group, self._fused])
         at = torch.from_numpy(position)
+        cos, sin = self._phase if window is None else self._local_phase
         return Plan(
             header=torch.from_numpy(header),
             index=torch.from_numpy(np.concatenate(index)).to(self._device),
             bias=torch.from_numpy(np.concatenate(bias)).to(self._device),
-            cos=self._cos[at].to(self._device),
-            sin=self._sin[at].to(self._device),
+            cos=cos[at].to(self._device),
+            sin=sin[at].to(self._device),
+            positions=at.to(self._device),
+            token_ids=torch.from_numpy(self.token_id[seats]).to(self._device),
+            local=local,
         )
 
     def _read(
-        self, stage: Stage, slot: Ints, r: Ints, position: Ints, seen: int
+        self, stage: Stage, slot: Ints, r: Ints, position: Ints, first: Ints, seen: int
     ) -> tuple[Ints, NDArray[np.float32]]:
-        """Entries ``(rows, seen)`` read up to each row's position, and the bias."""
-        read = self._address[stage.entries][slot, :seen]
+        """Entries ``(rows, seen)`` read from ``first`` to each row's position, and the bias."""
+        which: tuple[Ints, slice | Ints] = slot, slice(seen)
+        at = self._steps[:seen]
+        if first.any():
+            at = first[:, None] + at
+            which = slot[:, None], np.minimum(at, len(self._steps) - 1)
+        read = self._address[stage.entries][which]
         if stage.read is not None:
-            last = self._last[self._address[1][slot, :seen]]
+            last = self._last[self._address[1][which]]
             last += (r * (self._cache.shape.max_depth + 1))[:, None]
             read += stage.read[last]
-        unseen = self._steps[:seen] > position[:, None]
+        unseen = at > position[:, None]
         read[unseen] = 0
         return read, np.where(unseen, np.float32(-np.inf), np.float32(0.0))
 
     def _groups(
-        self, stage: Stage, batch: Batch, slot: Ints, r: Ints, position: Ints, seen: int
+        self,
+        stage: Stage,
+        batch: Batch,
+        slot: Ints,
+        r: Ints,
+        position: Ints,
+        window: int | None,
     ) -> tuple[list[Ints], NDArray[np.float32]]:
         """Members, their places, and what each group reads; the bias of every member."""
         widest, n = max(batch.groups), len(batch.groups)
@@ -183,13 +210,25 @@ class RowTable:
         within = np.minimum(np.arange(widest), np.array(batch.groups)[:, None] - 1)
         members = starts[:, None] + within  # a short group repeats its last row
         places = np.concatenate([i * widest + np.arange(g) for i, g in enumerate(batch.groups)])
-        lasts = ends - 1 + batch.singles  # the latest token sees all that its group does
-        read, _ = self._read(stage, slot[lasts], r[lasts], position[lasts], seen)
+        lasts = ends - 1 + batch.singles
+        # From what the earliest token of a group sees to the latest token.
+        first = _first(position[starts + batch.singles], window)
+        seen = int((position[lasts] - first).max()) + 1
+        read, _ = self._read(stage, slot[lasts], r[lasts], position[lasts], first, seen)
         read = (read[:, None] * self._n_kv + self._heads).ravel()
-        unseen = self._steps[:seen] > position[batch.singles :][members][..., None]
+        own = position[batch.singles :][members][..., None]
+        at = first[:, None, None] + self._steps[:seen]
+        unseen = at > own
+        if window is not None:
+            unseen |= at <= own - window
         bias = np.where(unseen, np.float32(-np.inf), np.float32(0.0))
         assert bias.shape == (n, widest, seen), "one bias row per member"
         return [members.ravel(), places, read], bias
+
+
+def _first(position: Ints, window: int | None) -> Ints:
+    """The earliest token that rows at ``position`` see."""
+    return np.zeros_like(position) if window is None else np.maximum(position - window + 1, 0)
 
 
 def cache_dtype(cache: KVCache) -> torch.dtype:

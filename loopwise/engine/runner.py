@@ -103,7 +103,8 @@ class Runner:
         place = np.empty(len(self.table.slot), np.int64)
         place[order] = np.arange(len(order))
         back = place[batch.seats]
-        ids = torch.from_numpy(np.array(token_ids)[back]).to(self.device)
+        self.table.token_id[order] = token_ids
+        ids = torch.from_numpy(self.table.token_id[batch.seats]).to(self.device)
         view = self._view(batch, self.cache.prelude)
         injection = self.calls.prelude(ids, *view)
         positions = torch.from_numpy(self.table.position[batch.seats])
@@ -204,8 +205,8 @@ class Runner:
 
     def _view(self, batch: Batch, stage: Stage) -> tuple[Plan, list[Tensor], list[Tensor], Tensor]:
         plan = self.table.plan(batch, stage)
-        singles, seen, groups, _, seen_by_group, fused = plan.header.tolist()
-        size = max(0 if fused else singles * seen, groups * seen_by_group) * self._entry
+        # Local layers may read more in all: each group of theirs starts where its first row sees.
+        size = self._entry * max(p.gathered for p in (plan, plan.local) if p is not None)
         if size > self._scratch.shape[1]:
             self._scratch = self._scratch.new_empty(2, size + size // 2)
         return plan, self.cache.keys, self.cache.values, self._scratch

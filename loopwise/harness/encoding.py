@@ -37,7 +37,7 @@ class StartToken:
 
 def start_token(checkpoint: Checkpoint, asked: Bos = "auto") -> StartToken:
     """What texts begin with: as asked, else as the tokenizer says, else as training did."""
-    own = checkpoint.bos_id
+    own = checkpoint.tokenizer.bos_id
     if asked != "auto":
         return StartToken(own, asked == "yes", "as asked")
     said = _said_by(checkpoint.tokenizer.to_json())

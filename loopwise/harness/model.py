@@ -123,6 +123,8 @@ class LoopwiseLM:
         self.checkpoint = checkpoint
         self.encoder = Encoder(checkpoint, self.options.bos)
         trained = checkpoint.training.get("seq", DEFAULT_MAX_LENGTH)
+        limit = checkpoint.model.geometry.max_positions
+        trained = trained if limit is None else min(trained, limit)
         self.scorer = Scorer(
             checkpoint,
             self.options.rule(checkpoint),

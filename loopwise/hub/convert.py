@@ -101,7 +101,7 @@ def convert(
     }
     special_ids = _special_ids(found, plan, text)
     if special_ids:
-        facts["special_ids"] = special_ids
+        text = text.with_special_ids(special_ids)
     save_checkpoint(out, model, text, facts, state=state)
     return Conversion(
         source=source,

@@ -12,6 +12,7 @@ from loopwise.errors import CheckpointError
 from loopwise.hub.read import Shape, Source
 
 SHOWN = 8  # problems an error message spells out
+Change = Callable[[Tensor], Tensor]
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -22,12 +23,15 @@ class KeyMap:
     Attributes:
         pieces: our key to the source's keys and shapes, laid one under another along axis 0.
         changes: what is done to a tensor of the source before it is laid down, by its key.
+        factors: what multiplies the rows of a piece, by our key and the source's: key and shape of
+            a vector of the source, and what is done to it first.
         copies: keys a source may hold besides, equal to another of its keys (a tied head).
         tables: keys a source may hold besides, with what they must hold (rotary tables).
     """
 
     pieces: dict[str, tuple[tuple[str, Shape], ...]] = field(default_factory=dict)
-    changes: dict[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    changes: dict[str, Change] = field(default_factory=dict)
+    factors: dict[tuple[str, str], tuple[str, Shape, Change]] = field(default_factory=dict)
     copies: dict[str, str] = field(default_factory=dict)
     tables: dict[str, Tensor] = field(default_factory=dict)
 
@@ -35,9 +39,16 @@ class KeyMap:
         assert ours not in self.pieces, f"{ours} is taken twice"
         self.pieces[ours] = sources
 
+    def scale_rows(self, ours: str, theirs: str, by: str, change: Change) -> None:
+        """Row i of the piece ``theirs`` of ``ours`` is multiplied by number i of ``by``."""
+        rows = {key: shape[:1] for key, shape in self.pieces[ours]}
+        self.factors[ours, theirs] = by, rows[theirs], change
+
     def expected(self) -> dict[str, Shape]:
         """Shape of every key the source must hold."""
-        return {key: shape for sources in self.pieces.values() for key, shape in sources}
+        vectors = {key: shape for key, shape, _ in self.factors.values()}
+        pieces = {key: shape for sources in self.pieces.values() for key, shape in sources}
+        return pieces | vectors
 
 
 def assemble(source: Source, keys: KeyMap, own: Mapping[str, Shape]) -> dict[str, Tensor]:
@@ -56,9 +67,14 @@ def assemble(source: Source, keys: KeyMap, own: Mapping[str, Shape]) -> dict[str
     for ours, sources in keys.pieces.items():
         parts = []
         for key, _ in sources:
-            part = source.read(key)
-            _check_floats(key, part)
-            parts.append(keys.changes[key](part) if key in keys.changes else part)
+            part = _read(source, key)
+            part = keys.changes[key](part) if key in keys.changes else part
+            if (ours, key) in keys.factors:
+                by, _, change = keys.factors[ours, key]
+                wide = torch.promote_types(part.dtype, torch.float32)
+                factor = change(_read(source, by).to(wide)).unsqueeze(-1)
+                part = (part.to(wide) * factor).to(part.dtype)
+            parts.append(part)
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         if whole.untyped_storage().nbytes() != whole.nbytes:  # a view, as pickles may hold
             whole = whole.clone()
@@ -100,7 +116,9 @@ def _check_values(source: Source, keys: KeyMap) -> None:
             )
 
 
-def _check_floats(key: str, tensor: Tensor) -> None:
+def _read(source: Source, key: str) -> Tensor:
+    """A tensor of the source, which must hold plain finite floats."""
+    tensor = source.read(key)
     if tensor.dtype not in FLOATS:
         raise CheckpointError(
             f"{key} is stored as {str(tensor.dtype).removeprefix('torch.')}; loopwise reads "
@@ -108,3 +126,4 @@ def _check_floats(key: str, tensor: Tensor) -> None:
         )
     if not tensor.isfinite().all():
         raise CheckpointError(f"{key} holds values that are not finite numbers; copy it again")
+    return tensor

@@ -107,8 +107,6 @@ def retrofit(
         },
         "depth": checkpoint.training.get("depth", always(1)),
     }
-    if "special_ids" in checkpoint.training:
-        facts["special_ids"] = checkpoint.training["special_ids"]
     save_checkpoint(out, model, checkpoint.tokenizer, facts, state=state)
     kept = {i for of in taken.values() for i in of}
     return Retrofit(
@@ -221,7 +219,7 @@ def gate_error(checkpoint: Checkpoint, model: LoopedLM, taken: Mapping[str, list
 
 def _depth_one(model: LoopedLM, ids: Tensor) -> Tensor:
     positions = torch.arange(ids.shape[1])[None]
-    view = PackedView(model.geometry.rope, positions, None, model.dtype)
+    view = PackedView(model.geometry.rope, positions, None, model.dtype, ids)
     injection = model.prelude(ids, view)
     latent = model.initial_latent(injection, row_seeds(positions))
     return model.coda(model.core_step(latent, injection, 1, view), 1, view)

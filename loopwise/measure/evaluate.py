@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from loopwise.data import PackedBlocks, TokenBatch
-from loopwise.errors import DepthError
+from loopwise.errors import DepthError, ShapeError
 from loopwise.models.base import LoopedLM
 from loopwise.models.layers import row_seeds
 from loopwise.models.views import PackedView
@@ -30,6 +30,17 @@ def check_depths(model: LoopedLM, depths: Iterable[int]) -> None:
             raise DepthError(f"depth {depth} is past this model's limit of {limit}")
 
 
+def check_length(model: LoopedLM, tokens: int) -> None:
+    """Refuse texts past the positions a model has learned.
+
+    Raises:
+        ShapeError: naming both lengths.
+    """
+    limit = model.geometry.max_positions
+    if limit is not None and tokens > limit:
+        raise ShapeError(f"{tokens} tokens are past this model's limit of {limit}; give fewer")
+
+
 def trajectory(
     model: LoopedLM,
     batch: TokenBatch,
@@ -41,7 +52,10 @@ def trajectory(
     Args:
         core_step: a compiled ``model.core_step``, if there is one.
     """
-    view = PackedView(model.geometry.rope, batch.positions, batch.document_ids, model.dtype)
+    check_length(model, batch.token_ids.shape[-1])
+    view = PackedView(
+        model.geometry.rope, batch.positions, batch.document_ids, model.dtype, batch.token_ids
+    )
     injection = model.prelude(batch.token_ids, view)
     latent = model.initial_latent(injection, row_seeds(batch.positions))
     step = core_step or model.core_step

@@ -18,7 +18,7 @@ from loopwise.data.packing import NO_TARGET
 from loopwise.errors import DataError, ExitError
 from loopwise.exits.base import ExitPolicy, Observation, Output, Reads
 from loopwise.exits.rule import ExitRule, should_exit
-from loopwise.measure.evaluate import check_depths
+from loopwise.measure.evaluate import check_depths, check_length
 from loopwise.models.base import LoopedLM
 from loopwise.models.layers import row_seeds
 from loopwise.models.views import RowsView
@@ -85,7 +85,10 @@ def run_live(
 def _run_batch(
     model: LoopedLM, batch: TokenBatch, rule: ExitRule, policy: ExitPolicy
 ) -> LiveResult:
-    view = RowsView(model.geometry.rope, batch.positions, batch.document_ids, model.dtype)
+    check_length(model, batch.token_ids.shape[-1])
+    view = RowsView(
+        model.geometry.rope, batch.positions, batch.document_ids, model.dtype, batch.token_ids
+    )
     targets = batch.targets.flatten()
     n = targets.numel()
     injection = model.prelude(batch.token_ids.flatten(), view)  # (rows, d_model)

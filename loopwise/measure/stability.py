@@ -130,8 +130,11 @@ def core_spectrum(
         *_, (_, state, view) = trajectory(model, batch, depth)
         injection = model.prelude(batch.token_ids, view)
 
+    limit = model.geometry.max_depth
+    following = depth + 1 if limit is None else min(depth + 1, limit)
+
     def step(x: Tensor) -> Tensor:
-        return model.core_step(x, injection, depth + 1, view)
+        return model.core_step(x, injection, following, view)
 
     @torch.no_grad()
     def forwards(v: Tensor) -> Tensor:

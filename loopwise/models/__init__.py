@@ -12,6 +12,9 @@ MODELS = Registry(
         "raven": "loopwise.models.raven:RavenModel",
         "ouro": "loopwise.models.ouro:OuroModel",
         "nanochat": "loopwise.models.nanochat:NanochatModel",
+        "loopformer": "loopwise.models.loopformer:LoopFormerModel",
+        "dory": "loopwise.models.dory:DoryModel",
+        "parcae": "loopwise.models.parcae:ParcaeModel",
     },
     ConfigError,
 )

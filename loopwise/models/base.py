@@ -56,12 +56,28 @@ class Rope:
     """Rotary phase of a model (Su et al. 2021, arXiv:2104.09864); the views apply it.
 
     ``interleaved`` pairs channels (0, 1), (2, 3) ...; otherwise i turns with i + head_dim/2.
+    ``turns`` is False where positions enter otherwise: nothing is turned.
+    ``local`` says which layers do it in another way.
     """
 
     head_dim: int
     base: float = 10_000.0
     interleaved: bool = False
     scaling: RopeScaling | None = None
+    turns: bool = True
+    local: Local | None = None
+
+    def at(self, layer: int) -> Rope:
+        """The phase of an attention layer, numbered as in :class:`Geometry`."""
+        return self if self.local is None or not self.is_local(layer) else self.local.rope
+
+    def is_local(self, layer: int) -> bool:
+        return self.local is not None and self.local.layers[layer]
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that local layers see."""
+        return None if self.local is None else self.local.window
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosine and sine for integer ``positions (...)``: each ``(..., 1, head_dim)``.
@@ -82,12 +98,32 @@ class Rope:
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Turn ``x (..., heads, head_dim)`` by the phase of :meth:`tables`."""
+        if not self.turns:
+            return x
         if self.interleaved:
             other = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
         else:
             low, high = x.chunk(2, dim=-1)
             other = torch.cat((-high, low), dim=-1)
         return x * cos + other * sin
+
+    def turn(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys turned; ``scale (n_heads, head_dim)`` multiplies queries after it."""
+        q, k = self.rotate(q, cos, sin), self.rotate(k, cos, sin)
+        return (q if scale is None else q * scale), k
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Local:
+    """Layers that look back over the latest tokens only, and may turn by a phase of their own."""
+
+    # By number, whether a layer is one of them. Not their numbers: compiled code does not find a
+    # number in a tuple whose numbers it takes for variables.
+    layers: tuple[bool, ...]
+    window: int  # tokens a row sees, itself included
+    rope: Rope
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,6 +143,7 @@ class Geometry:
     n_coda_layers: int
     rope: Rope
     max_depth: int | None = None  # most recurrences the weights allow; None: any
+    max_positions: int | None = None  # longest text the weights allow; None: any
 
     @property
     def n_layers(self) -> int:
@@ -136,10 +173,43 @@ def check_heads(d_model: int, n_heads: int, n_kv_heads: int) -> None:
         raise ConfigError(f"model.n_kv_heads={n_kv_heads} must divide model.n_heads={n_heads}")
 
 
-class KVView(Protocol):
-    """What attention may ask: hand over this call's projections, get the mixed values back."""
+def check_layers(name: str, layers: tuple[int, ...], n_layers: int) -> None:
+    """Refuse a list of attention layers that names one there is not.
 
-    def attend(self, layer: int, r: int | Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    Raises:
+        ConfigError: naming the setting ``model.NAME`` and the layer.
+    """
+    beyond = [layer for layer in layers if not 0 <= layer < n_layers]
+    if beyond:
+        raise ConfigError(f"model.{name} names layer {beyond[0]}; there are 0 to {n_layers - 1}")
+
+
+class KVView(Protocol):
+    """What attention may ask: hand over this call's projections, get the mixed values back.
+
+    A view also knows which tokens its rows are, for models with learned positions or with
+    embeddings inside their layers.
+    """
+
+    @property
+    def positions(self) -> Tensor:
+        """Where the rows of this call stand in their texts, ``(...)`` int64."""
+        ...
+
+    @property
+    def token_ids(self) -> Tensor:
+        """The tokens of the rows of this call, ``(...)`` int64."""
+        ...
+
+    def attend(
+        self,
+        layer: int,
+        r: int | Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: Tensor | None = None,
+    ) -> Tensor:
         """Attend from the rows of this call to themselves and to earlier tokens.
 
         Args:
@@ -147,6 +217,7 @@ class KVView(Protocol):
             r: recurrence of each row, from 1: an int, or ``(rows,)`` int64. The prelude passes 1.
             q: ``(..., n_heads, head_dim)`` before rotary phase.
             k, v: ``(..., n_kv_heads, head_dim)`` before rotary phase.
+            scale: ``(n_heads, head_dim)``, multiplies the queries after rotary phase.
         Returns:
             ``(..., n_heads, head_dim)``, dtype of ``q``.
         """

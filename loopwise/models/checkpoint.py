@@ -22,10 +22,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from loopwise.config import from_table, read_json_object, to_table
-from loopwise.errors import CheckpointError, ExitError
+from loopwise.errors import CheckpointError, ExitError, TokenizerError
 from loopwise.models import MODELS
 from loopwise.models.base import LoopedLM
-from loopwise.tokenizer import Tokenizer, load_tokenizer
+from loopwise.tokenizer import TOKENIZER_FILE, TRAINING_FILE, Tokenizer, load_tokenizer
 
 FORMAT = "loopwise-checkpoint"
 VERSION = 1
@@ -40,13 +40,27 @@ _LFS = b"version https://git-lfs.github.com"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model with all that was saved beside it."""
+    """A model with all that was saved beside it.
+
+    The tokenizer knows the special ids that ``training`` says besides it.
+
+    Raises:
+        CheckpointError: ``training`` says ids that the tokenizer does not have.
+    """
 
     path: Path
     model: LoopedLM
     tokenizer: Tokenizer
     training: dict[str, Any]
     exits: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        said = self.training.get("special_ids", {})
+        if said != self.tokenizer.special_ids and said:
+            try:
+                object.__setattr__(self, "tokenizer", self.tokenizer.with_special_ids(said))
+            except TokenizerError as err:
+                raise CheckpointError(f"training.json of {str(self.path)!r}: {err}") from err
 
     @property
     def weights_hash(self) -> str:
@@ -65,30 +79,6 @@ class Checkpoint:
                 "measure again"
             )
         return self.exits.get("policies", {})
-
-    @property
-    def bos_id(self) -> int:
-        """What a text begins with: what the checkpoint says, else what the tokenizer does."""
-        said = self._special_ids("bos")
-        return said[0] if said else self.tokenizer.bos_id
-
-    @property
-    def end_ids(self) -> tuple[int, ...]:
-        """Every id that ends a text: the tokenizer's and those the checkpoint names besides."""
-        return tuple(sorted({self.tokenizer.eos_id, *self._special_ids("eos")}))
-
-    def _special_ids(self, name: str) -> list[int]:
-        """Of ``training.json``, where a converted checkpoint knows more than its tokenizer."""
-        said = self.training.get("special_ids", {}).get(name, [])
-        ids = said if isinstance(said, list) else [said]
-        rows = self.model.geometry.vocab_size
-        for i in ids:
-            if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < rows:
-                raise CheckpointError(
-                    f"training.json of {str(self.path)!r} has the {name} id {i!r}; ids are 0 to "
-                    f"{rows - 1}"
-                )
-        return ids
 
     @property
     def trained_mean_depth(self) -> float | None:
@@ -118,6 +108,7 @@ def save_checkpoint(
 
     Args:
         path: the folder; its parent is made, it must not exist.
+        training: how it was trained; special ids that the tokenizer was told are added to it.
         state: tensors to save in place of the model's own, by the same names (float32 masters).
         trainer: called with the unfinished folder's ``trainer/`` to write what resuming needs.
     Raises:
@@ -140,8 +131,9 @@ def save_checkpoint(
             "num_loops": usual_depth(training, model.geometry.max_depth),
         }
         _write_json(aside / "config.json", config)
-        (aside / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
-        _write_json(aside / "training.json", training)
+        (aside / TOKENIZER_FILE).write_text(tokenizer.to_json(), encoding="utf-8")
+        said = {"special_ids": tokenizer.special_ids} if tokenizer.special_ids else {}
+        _write_json(aside / TRAINING_FILE, {**training, **said})
         if trainer is not None:
             (aside / "trainer").mkdir()
             trainer(aside / "trainer")
@@ -208,7 +200,7 @@ def load_checkpoint(path: Path, dtype: torch.dtype = torch.float32) -> Checkpoin
     model_class = MODELS[name]
     model = model_class(from_table(model_class.config_class, table, "model."))
     _load_weights(model, path / "model.safetensors")
-    tokenizer_file = path / "tokenizer.json"
+    tokenizer_file = path / TOKENIZER_FILE
     if not tokenizer_file.is_file():
         raise CheckpointError(f"{str(path)!r} has no tokenizer.json")
     tokenizer = load_tokenizer(tokenizer_file)
@@ -222,7 +214,7 @@ def load_checkpoint(path: Path, dtype: torch.dtype = torch.float32) -> Checkpoin
         path=path,
         model=model.to(dtype).eval(),
         tokenizer=tokenizer,
-        training=read_json_object(path / "training.json", CheckpointError),
+        training=read_json_object(path / TRAINING_FILE, CheckpointError),
         exits=read_json_object(exits_file, CheckpointError) if exits_file.is_file() else {},
     )
 

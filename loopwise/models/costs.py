@@ -64,10 +64,17 @@ class Costs:
 def flops_per_token(model: LoopedLM, context: int = 0) -> Costs:
     """FLOPs of each part of ``model`` for one token that attends to ``context`` others."""
     g = model.geometry
-    per_layer = 4 * context * g.n_heads * g.head_dim  # scores and mixing, two FLOPs each
+    per_token = 4 * g.n_heads * g.head_dim  # scores and mixing, two FLOPs each
+    window = context if g.rope.window is None else min(context, g.rope.window - 1)
+    seen = [window if g.rope.is_local(layer) else context for layer in range(g.n_layers)]
     parts = model.parts()
-    layers = {"prelude": g.n_prelude_layers, "core": g.n_core_layers, "coda": g.n_coda_layers}
-    flops = {p: 2 * _matrix_weights(parts[p]) + layers[p] * per_layer for p in layers}
+    coda = g.n_prelude_layers + g.n_core_layers
+    layers = {
+        "prelude": seen[: g.n_prelude_layers],
+        "core": seen[g.n_prelude_layers : coda],
+        "coda": seen[coda:],
+    }
+    flops = {p: 2 * _matrix_weights(parts[p]) + sum(layers[p]) * per_token for p in layers}
     return Costs(**flops, head=2 * g.d_model * g.vocab_size, row=2 * g.d_model)
 
 

@@ -33,12 +33,20 @@ class Attention(nn.Module):
         self.out = nn.Linear(self.n_heads * self.head_dim, d, bias=False)
         self.before_phase = before_phase
 
-    def forward(self, x: Tensor, r: int | Tensor, view: KVView) -> Tensor:
-        """``x (..., d_model)`` to ``(..., d_model)``."""
+    def forward(
+        self, x: Tensor, r: int | Tensor, view: KVView, more: Tensor | None = None
+    ) -> Tensor:
+        """``x (..., d_model)`` to ``(..., d_model)``.
+
+        Args:
+            more: ``(..., n_kv_heads, head_dim)``, added to the values.
+        """
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         q, k, v = heads.split((self.n_heads, self.n_kv_heads, self.n_kv_heads), dim=-2)
         if self.before_phase is not None:
             q, k = self.before_phase(q, k)
+        if more is not None:
+            v = v + more
         return self.out(view.attend(self.layer, r, q, k, v).flatten(-2))
 
 

@@ -10,7 +10,7 @@ Source: github.com/kschwethelm/looped_nanochat; Geiping et al. 2025, arXiv:2502.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -19,7 +19,15 @@ from torch import Tensor, nn
 
 from loopwise.config import check_choices
 from loopwise.errors import ConfigError
-from loopwise.models.base import Geometry, KVView, LoopedLM, Rope, check_heads
+from loopwise.models.base import (
+    Geometry,
+    KVView,
+    Local,
+    LoopedLM,
+    Rope,
+    check_heads,
+    check_layers,
+)
 from loopwise.models.layers import SandwichBlock, init_linear_, seeded_normal
 from loopwise.models.looped import SquaredReLU
 
@@ -38,6 +46,8 @@ class NanochatConfig:
     n_coda_layers: int = 2
     injection: Literal["concat", "none"] = "concat"  # none: the prelude's output starts the loop
     latent_init: Literal["injection", "noise"] = "injection"
+    local_layers: tuple[int, ...] = ()  # by number: prelude, then core, then coda
+    window: int = 1025  # tokens a local layer sees, the token itself counted
     logit_cap: float | None = 15.0  # logits are cap x tanh(logits / cap)
     rope_base: float = 10_000.0
     norm_eps: float = 1e-6
@@ -50,13 +60,15 @@ class NanochatConfig:
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"model.{name}={value} must be above 0 and finite")
         names = ("vocab_size", "d_model", "n_heads", "n_kv_heads", "d_ff", "n_core_layers")
-        for name in (*names, "init_depth"):
+        for name in (*names, "window", "init_depth"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"model.{name}={getattr(self, name)} must be at least 1")
         for name in ("n_prelude_layers", "n_coda_layers"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"model.{name}={getattr(self, name)} must not be negative")
         check_heads(self.d_model, self.n_heads, self.n_kv_heads)
+        n_layers = self.n_prelude_layers + self.n_core_layers + self.n_coda_layers
+        check_layers("local_layers", self.local_layers, n_layers)
         if self.injection == "none" and self.latent_init == "noise":
             raise ConfigError(
                 "model.injection=none with model.latent_init=noise would never see the prompt"
@@ -65,6 +77,10 @@ class NanochatConfig:
     @property
     def geometry(self) -> Geometry:
         head_dim = self.d_model // self.n_heads
+        rope = Rope(head_dim=head_dim, base=self.rope_base)
+        n_layers = self.n_prelude_layers + self.n_core_layers + self.n_coda_layers
+        layers = tuple(layer in self.local_layers for layer in range(n_layers))
+        local = Local(layers=layers, window=self.window, rope=rope)
         return Geometry(
             vocab_size=self.vocab_size,
             d_model=self.d_model,
@@ -74,7 +90,7 @@ class NanochatConfig:
             n_prelude_layers=self.n_prelude_layers,
             n_core_layers=self.n_core_layers,
             n_coda_layers=self.n_coda_layers,
-            rope=Rope(head_dim=head_dim, base=self.rope_base),
+            rope=replace(rope, local=local) if self.local_layers else rope,
         )
 
 

@@ -1,4 +1,4 @@
-"""Plots, the one-file HTML page and the terminal summary, from results alone."""
+"""Plots, the one-file HTML page and the terminal summary, from what a run folder holds."""
 
 from loopwise.report.page import write_report
 from loopwise.report.stability import print_stability, write_stability_report

@@ -27,8 +27,9 @@ def loss(results: facts.Results, steps: list[Event], evals: list[Event], draw: D
     cs = results["convergence"]
     if cs:
         caption = (
-            "Mean next-token loss at every uniform depth, with a 95% band by bootstrap over blocks "
-            f"of text ({_tokens(cs)}). Rings: saturation depth, the first within "
+            "Mean next-token loss at every uniform depth above that of the best one, linear up to "
+            f"{cs[0]['saturation']['within_nats']:g} nats and logarithmic beyond "
+            f"({_tokens(cs)}). Rings: saturation depth, the first within "
             f"{cs[0]['saturation']['within_nats']:g} nats of the best."
         )
         made.append(draw("loss-by-depth", plots.loss_by_depth(cs), caption))

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from loopwise.errors import RunFolderError
+from loopwise.config import read_json_object
+from loopwise.errors import CheckpointError, RunFolderError
+from loopwise.models.checkpoint import file_hash, resolve
 from loopwise.report.palette import in_order
 
 Results = dict[str, Any]
@@ -73,6 +75,27 @@ def _missing(results: Results) -> list[str]:
         for i, entry in enumerate(results.get(part, [])):
             lacking += [f"{part}[{i}].{k}" for k in keys if k not in entry]
     return lacking
+
+
+def read_tiers(run: Path) -> dict[str, Any]:
+    """Calibrated tiers of a run's newest checkpoint, by name; none where its weights have moved on.
+
+    They are made after the results, so they lie with the checkpoint (``exits.json``).
+    """
+    try:
+        folder = resolve(run)
+        exits = read_json_object(folder / "exits.json", CheckpointError)
+    except CheckpointError:  # results outlive their checkpoint
+        return {}
+    weights = folder / "model.safetensors"
+    same = weights.is_file() and exits.get("weights_hash") == file_hash(weights)
+    return exits.get("tiers", {}) if same else {}
+
+
+def judged(frontiers: list[dict[str, Any]], name: str) -> list[tuple[str, dict[str, Any]]]:
+    """What was found of a fitted rule on text it was not fitted on, by corpus."""
+    found = [(f["corpus"], f["policies"].get(name, {}).get("judged")) for f in frontiers]
+    return [(corpus, j) for corpus, j in found if j]
 
 
 def at_depth(values: list[float | None], depth: int) -> float | None:

@@ -45,11 +45,7 @@ def quality(frontiers: list[dict[str, Any]], draw: Draw) -> Html:
 
 
 def probe(frontiers: list[dict[str, Any]], draw: Draw) -> Html:
-    judged = [
-        (f["corpus"], f["policies"]["probe"]["judged"])
-        for f in frontiers
-        if f["policies"].get("probe", {}).get("judged")
-    ]
+    judged = facts.judged(frontiers, "probe")
     if not judged:
         return Html("")
     caption = (
@@ -72,12 +68,7 @@ def probe(frontiers: list[dict[str, Any]], draw: Draw) -> Html:
 
 def predicted_kl(frontiers: list[dict[str, Any]]) -> Html:
     """How well the latent rule predicts the KL that it stands for."""
-    name = "latent-kl"
-    judged = [
-        (f["corpus"], f["policies"][name]["judged"])
-        for f in frontiers
-        if f["policies"].get(name, {}).get("judged")
-    ]
+    judged = facts.judged(frontiers, "latent-kl")
     if not judged:
         return Html("")
     rows = [
@@ -94,6 +85,72 @@ def predicted_kl(frontiers: list[dict[str, Any]]) -> Html:
     return section(
         "Predicted KL (latent KL)", "predicted-kl", table(head, rows, text_columns=1, note=lead)
     )
+
+
+def certificates(frontiers: list[dict[str, Any]]) -> Html:
+    """How often the certified rule promises an answer, and how often the promise is broken."""
+    judged = facts.judged(frontiers, "certified")
+    if not judged:
+        return Html("")
+    rows = [
+        [
+            corpus,
+            words.percent(facts.at_depth(j["fires"], -(-len(j["fires"]) // 2)), 1),
+            words.percent(j["fires"][-1], 1),
+            f"{j['certified']:,}",
+            f"{j['broken']:,}",
+            words.percent(j["broken"] / j["certified"] if j["certified"] else None, 2),
+        ]
+        for corpus, j in judged
+    ]
+    full = len(judged[0][1]["fires"])
+    lead = (
+        "The rule stops a token once its most likely next token cannot change any more, if steps "
+        "shrink at the fitted rate. Broken: it changed at a later recurrence all the same, on text "
+        "the rate was not fitted on."
+    )
+    head = [
+        "corpus",
+        f"certified by r={-(-full // 2)}",
+        f"by r={full}",
+        "tokens",
+        "broken",
+        "share broken",
+    ]
+    return section("Certificates (certified)", "certificates", table(head, rows, note=lead))
+
+
+def tiers(stored: dict[str, Any]) -> Html:
+    """Exit rules calibrated to a budget, as they are stored with the checkpoint."""
+    if not stored:
+        return Html("")
+    rows = []
+    for name, tier in stored.items():
+        risk, live, of = (tier.get(part, {}) for part in ("risk", "live", "guarantee"))
+        measured = words.interval(risk.get("low"), risk.get("high"), 4)
+        rows.append(
+            [
+                name,
+                tier["rule"],
+                f"{tier['budget_nats']:g}",
+                f"{words.signed(risk.get('mean'))} ({measured})",
+                words.number(risk.get("upper_bound"), 4),
+                words.number(live.get("mean_depth")),
+                words.percent(live.get("charged_share")),
+                f"{of.get('units', words.DASH)} {of.get('unit', '')}s",
+            ]
+        )
+    first = next(iter(stored.values()))
+    lead = (
+        f"Loss above depth {first['full_depth']} under live exits, on text nothing had seen, with "
+        f"{words.percent(first['confidence'])} confidence that it is no more than guaranteed. "
+        "Compute: checks included, share of full depth."
+    )
+    head = [
+        *("tier", "rule", "budget, nats", "measured, nats (95%)", "guaranteed"),
+        *("mean depth", "compute", "judged on"),
+    ]
+    return section("Calibrated tiers", "tiers", table(head, rows, text_columns=2, note=lead))
 
 
 def _factor(rms_log: float | None) -> float | None:

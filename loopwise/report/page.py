@@ -17,7 +17,7 @@ from loopwise.train.metrics import read_metrics
 
 
 def write_report(run: Path) -> Path:
-    """Write ``report.html`` and ``plots/*.png`` into a run folder, from its results alone.
+    """Write ``report.html`` and ``plots/*.png`` into a run folder, from what lies in it alone.
 
     Returns:
         The path of the page.
@@ -29,7 +29,7 @@ def write_report(run: Path) -> Path:
     steps = read_metrics(metrics)
     evals = read_metrics(metrics, "eval") + read_metrics(metrics, "done")
     gallery = Gallery(run / "plots")
-    body = sections.everything(results, steps, evals, gallery.add)
+    body = sections.everything(results, facts.read_tiers(run), steps, evals, gallery.add)
     return write_page(run, "loopwise report", body, passage.shades(results))
 
 

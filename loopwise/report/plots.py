@@ -9,13 +9,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from loopwise.report import words
-from loopwise.report.draw import end_labels, legend, note, panel
+from loopwise.report.draw import end_labels, legend, legend_below, note, panel
 from loopwise.report.palette import CORPUS_COLOURS, INK, MUTED, SHADES
 
 Convergence = dict[str, Any]
 Event = dict[str, Any]
 
 _DEPTH = "depth r (recurrences)"
+_LONGEST_NAME = 28  # characters of a corpus name beside figures
 _DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (5, 2, 1, 2)))
 _LEVELS = [SHADES[r][0] for r in ("corpus-2", "probe", "corpus-4", "oracle", "kl", "corpus-1")]
 
@@ -59,22 +60,35 @@ def training_loss(steps: list[Event], evals: list[Event]) -> Figure:
 
 
 def loss_by_depth(convergences: list[Convergence]) -> Figure:
-    """Mean loss at every depth with its 95% band, saturation depth and training mean marked."""
-    fig, ax = panel("Loss by depth", _DEPTH, "loss (nats per token)", right=0.75)
-    labels = []
+    """Mean loss above each corpus's best depth, saturation depth and training mean marked.
+
+    Corpora lie whole nats apart and depths hundredths, so each is held against its own best depth,
+    whose loss the legend says.
+    """
+    room = len(convergences) * 0.17
+    fig, ax = panel(
+        "Loss by depth",
+        _DEPTH,
+        "loss above best depth (nats)",
+        height=3.1 + room,
+        bottom=0.5 + room,
+    )
+    highest = within = convergences[0]["saturation"]["within_nats"]
     for i, c in enumerate(convergences):
-        loss, colour = c["loss_nats"], corpus_colour(i)
-        r = np.arange(1, len(loss["mean"]) + 1)
-        ax.fill_between(r, loss["low"], loss["high"], color=colour, alpha=0.18, linewidth=0)
-        ax.plot(r, loss["mean"], color=colour, linewidth=1.6, linestyle=_DASHES[i % 4], marker=".")
-        at = c["saturation"]["depth"]
-        ax.plot(at, loss["mean"][at - 1], "o", markersize=9, mfc="none", mec=colour, mew=1.6)
-        text = f" saturates at {at}"
-        note(ax, at, loss["high"][at - 1], text, colour, va="bottom", ha="left")
-        labels.append((loss["mean"][-1], c["corpus"], colour))
+        loss, colour, at = c["loss_nats"], corpus_colour(i), c["saturation"]["depth"]
+        mean = np.array(loss["mean"], dtype=float)
+        best = int(np.nanargmin(mean))
+        above = mean - mean[best]
+        highest = max(highest, above[0])
+        name = words.shortened(c["corpus"], _LONGEST_NAME)
+        text = f"{name}: best {mean[best]:.3f} at r={best + 1}, saturates at r={at}"
+        line: dict[str, Any] = {"linewidth": 1.6, "linestyle": _DASHES[i % 4], "marker": "."}
+        ax.plot(np.arange(1, len(above) + 1), above, color=colour, label=text, **line)
+        ax.plot(at, above[at - 1], "o", markersize=9, mfc="none", mec=colour, mew=1.6)
+    _nats_above(ax, within, highest)
     _log_depth(ax, max(len(c["loss_nats"]["mean"]) for c in convergences))
-    _mark_mean(ax, convergences[0])
-    end_labels(ax, labels)
+    _mark_mean(ax, convergences[0], at=0.93)
+    legend_below(ax, ax.get_legend_handles_labels()[0], 1)
     return fig
 
 
@@ -296,11 +310,21 @@ def _log_values(ax: Any, curves: list[dict[str, list[float | None]]]) -> None:
     ax.minorticks_off()
 
 
-def _mark_mean(ax: Any, c: Convergence) -> None:
+def _nats_above(ax: Any, within: float, highest: float) -> None:
+    """Linear up to the tolerance, which is drawn, and logarithmic beyond."""
+    ax.set_yscale("symlog", linthresh=within, linscale=0.8)
+    ticks = [0.0, within, *(t for t in (0.01, 0.1, 1.0, 10.0) if within < t <= 2 * highest)]
+    ax.set_yticks(ticks, [f"{t:g}" for t in ticks])
+    ax.minorticks_off()
+    ax.set_ylim(-0.25 * within, max(2 * highest, 4 * within))
+    ax.axhline(within, color=INK, linewidth=0.8, linestyle=(0, (2, 2)), zorder=0)
+
+
+def _mark_mean(ax: Any, c: Convergence, at: float = 0.02) -> None:
     mean = c["trained_mean_depth"]
     if mean and mean <= c["horizon"]:
         ax.axvline(mean, color=MUTED, linewidth=0.9, linestyle=_DASHES[2], zorder=0)
-        note(ax, mean, 0.02, f" training mean {mean:.3g}", transform=ax.get_xaxis_transform())
+        note(ax, mean, at, f" training mean {mean:.3g}", transform=ax.get_xaxis_transform())
 
 
 def _inside(ax: Any, side: str) -> dict[str, Any]:

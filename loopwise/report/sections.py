@@ -21,9 +21,17 @@ from loopwise.report.markup import (
 
 
 def everything(
-    results: facts.Results, steps: list[Event], evals: list[Event], draw: Draw
+    results: facts.Results,
+    tiers: dict[str, Any],
+    steps: list[Event],
+    evals: list[Event],
+    draw: Draw,
 ) -> list[Html]:
-    """The body of the page."""
+    """The body of the page.
+
+    Args:
+        tiers: of `facts.read_tiers`.
+    """
     looped = [c for c in results["convergence"] if facts.has_recurrence(c)]
     frontiers = [f for f in results["frontiers"] if f["max_depth"] > 1]
     parts = [
@@ -45,6 +53,8 @@ def everything(
         parts.append(depth_sections.hops(looped, draw))
     parts.append(frontier_sections.probe(frontiers, draw))
     parts.append(frontier_sections.predicted_kl(frontiers))
+    parts.append(frontier_sections.certificates(frontiers))
+    parts.append(frontier_sections.tiers(tiers))
     if looped:
         parts += [depth_sections.loss_optimal(looped), beside_paper(results)]
     return parts

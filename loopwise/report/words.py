@@ -62,6 +62,14 @@ def interval(low: float | None, high: float | None, digits: int = 2) -> str:
     return f"{number(low, digits)} to {number(high, digits)}"
 
 
+def shortened(name: str, most: int) -> str:
+    """A name of at most so many characters; the end of a long one tells it from its like."""
+    if len(name) <= most:
+        return name
+    tail = most // 2
+    return f"{name[: most - tail - 1]}…{name[-tail:]}"
+
+
 def depth(value: float | None) -> str:
     """A depth: whole ones without decimals."""
     whole = value is not None and abs(value - round(value)) < 1e-6

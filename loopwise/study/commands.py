@@ -152,11 +152,11 @@ def _begin(asked: Asked, folder: Path, resume: bool, *, to_measure: bool) -> Pre
     """Read everything a run needs, refuse what can be refused, then claim the folder."""
     if resume:
         config = _stored_config(folder, asked)
-        tokenizer_file: Path | None = folder / "tokenizer.json"
+        tokenizer_folder: Path | None = folder
     else:
-        config, tokenizer_file = build_config(asked), None
+        config, tokenizer_folder = build_config(asked), None
         _require_free(folder)
-    prepared = prepare(config, tokenizer_file)
+    prepared = prepare(config, tokenizer_folder)
     if to_measure:
         depth_limit = config.model_config(config.tokenizer.vocab_size).geometry.max_depth
         to_fit = depth_limit is None or depth_limit > 1

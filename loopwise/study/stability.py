@@ -25,6 +25,7 @@ from loopwise.measure.stability import CollapseRule, CollapseWatch, core_spectru
 from loopwise.models.checkpoint import load_checkpoint
 from loopwise.settings import RunConfig, build_config, preset_table, resolved_table
 from loopwise.study.training import Prepared, prepare, train_stage
+from loopwise.tokenizer import TOKENIZER_FILE, write_tokenizer
 from loopwise.train.metrics import finite
 
 Event = dict[str, Any]
@@ -104,8 +105,8 @@ def run_grid(asked: Event, grid: GridConfig, folder: Path, emit: Emit) -> Event:
         raise ConfigError(f"the stability lab trains architecture 'looped', not {name!r}")
     base = build_config(asked, base=preset_table("flt-tiny"))
     _claim(folder, base, grid)
-    prepared = prepare(base, _tokenizer_file(folder))
-    (folder / "tokenizer.json").write_text(prepared.tokenizer.to_json(), encoding="utf-8")
+    prepared = prepare(base, folder if (folder / TOKENIZER_FILE).is_file() else None)
+    write_tokenizer(folder, prepared.tokenizer)
     floor = unigram_nats(prepared.train.store)
     cells = list(cells_of(grid, base.optim.lr))
     done = []
@@ -239,8 +240,3 @@ def _claim(folder: Path, base: RunConfig, grid: GridConfig) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"loopwise": loopwise.__version__, **table}, indent=2)
     file.write_text(text + "\n", encoding="utf-8")
-
-
-def _tokenizer_file(folder: Path) -> Path | None:
-    file = folder / "tokenizer.json"
-    return file if file.is_file() else None

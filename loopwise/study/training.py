@@ -17,7 +17,7 @@ from loopwise.models.base import LoopedLM
 from loopwise.models.checkpoint import load_checkpoint, read_config, resolve
 from loopwise.settings import RunConfig, differing
 from loopwise.study.texts import cache_folder, make_tokenizer, read_texts
-from loopwise.tokenizer import Tokenizer, load_tokenizer
+from loopwise.tokenizer import Tokenizer, load_tokenizer, write_tokenizer
 from loopwise.train.loop import Event, Trainer
 from loopwise.train.loss import ObjectiveConfig, Teacher
 from loopwise.train.machine import pick_device
@@ -36,16 +36,16 @@ class Prepared:
     info: dict[str, Any]  # hashes and counts, for training.json
 
 
-def prepare(config: RunConfig, tokenizer_file: Path | None = None) -> Prepared:
+def prepare(config: RunConfig, tokenizer_folder: Path | None = None) -> Prepared:
     """Read and tokenise the text of a run; writes nothing but the cache of token files.
 
     Args:
-        tokenizer_file: of a run that goes on; otherwise one is made.
+        tokenizer_folder: of a run that goes on; otherwise one is made.
     """
     device = pick_device(config.device)
     texts = read_texts(config.data, config.seed)
-    if tokenizer_file is not None:
-        tokenizer = load_tokenizer(tokenizer_file)
+    if tokenizer_folder is not None:
+        tokenizer = load_tokenizer(tokenizer_folder)
     else:
         tokenizer = make_tokenizer(config.tokenizer, texts.train)
     aside = [d for documents in texts.held_out.values() for d in documents]
@@ -120,8 +120,6 @@ def first_model(config: RunConfig, tokenizer: Tokenizer) -> tuple[LoopedLM, dict
     carried: dict[str, Any] = {
         "started_from": {"checkpoint": config.start_from, "weights_hash": checkpoint.weights_hash}
     }
-    if "special_ids" in checkpoint.training:
-        carried["special_ids"] = checkpoint.training["special_ids"]
     return model.train(), carried
 
 
@@ -136,7 +134,7 @@ def _teacher(
     if objective.distil_from is None:
         return None
     checkpoint = load_checkpoint(Path(objective.distil_from))
-    if checkpoint.tokenizer.fingerprint != tokenizer.fingerprint:
+    if checkpoint.tokenizer.to_json() != tokenizer.to_json():
         raise ConfigError(
             f"objective.distil_from={objective.distil_from!r} has another tokenizer than the run; "
             "distil from a model of the same vocabulary"
@@ -153,7 +151,7 @@ def train_stage(
         The trainer's final event.
     """
     config, tokenizer = prepared.config, prepared.tokenizer
-    (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
+    write_tokenizer(folder, tokenizer)
     emit({"event": "data", **prepared.info})
     torch.manual_seed(config.seed)
     model, carried = first_model(config, tokenizer)

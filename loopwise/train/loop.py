@@ -21,6 +21,7 @@ from loopwise.models.costs import flops_per_token, parameters
 from loopwise.tokenizer import Tokenizer
 from loopwise.train.diagnostics import Diagnostics, gradients_of
 from loopwise.train.loss import LoopedLoss, LossOn, ObjectiveConfig, Teacher
+from loopwise.train.low_rank import LowRank, factorise, matrices_to_adapt
 from loopwise.train.machine import can_compile, matmul_peak, peak_memory_gib, pick_dtype
 from loopwise.train.metrics import MetricLog
 from loopwise.train.optim import OptimConfig, Optimizer, learn_only, lr_factor
@@ -44,6 +45,9 @@ class TrainConfig:
     compile: Literal["auto", "on", "off"] = "auto"
     loss_on: LossOn = "last"  # recurrences whose loss is learned from
     only: tuple[str, ...] = ()  # parameters that learn, by name, * and ? allowed; empty: all
+    # Rank of two thin factors that learn in place of each matrix `only` names (empty: all of the
+    # core), by AdamW at optim.lr; everything else is frozen. None: matrices learn as they are.
+    low_rank: int | None = None
     diagnostics: bool = False  # gradient and latent norms of every step, in metrics.jsonl
     checkpoint_recurrences: bool = False  # recompute each recurrence backwards: less memory
     eval_every: int = 250  # steps
@@ -70,6 +74,8 @@ class TrainConfig:
             raise ConfigError(
                 f"train.eval_depths={list(self.eval_depths)} must name depths of at least 1"
             )
+        if self.low_rank is not None and self.low_rank < 1:
+            raise ConfigError(f"train.low_rank={self.low_rank} must be at least 1, or left out")
         if self.seq < 2:
             raise ConfigError(f"train.seq={self.seq} must be at least 2")
         if self.workers < 0:
@@ -114,8 +120,7 @@ class Trainer:
         self.device = device or torch.device("cpu")
         dtype, self.dtype_reason = pick_dtype(config.dtype, self.device)
         self.model = model.to(self.device)
-        learn_only(self.model, config.only)
-        self.optimizer = _make_optimizer(self.model, optim, dtype)
+        self.optimizer = _make_optimizer(self.model, optim, config, dtype, seed)
         self.tokenizer, self.train, self.held_out = tokenizer, train, held_out
         self.config, self.optim, self.depth = config, optim, depth
         self.schedule = DepthSchedule(depth, config.steps)
@@ -160,6 +165,8 @@ class Trainer:
         return {
             "event": "estimate",
             "parameters": parameters(self.model),
+            "trained_parameters": self._n_trained(),
+            "low_rank": self.config.low_rank,
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "dtype_reason": self.dtype_reason,
             "compiled": self.compiled,
@@ -239,7 +246,7 @@ class Trainer:
             self._warn_of_idle_parameters()
         seen = None
         if self.diagnostics is not None:
-            seen = self.diagnostics.collect(gradients_of(self.optimizer.masters))
+            seen = self.diagnostics.collect(gradients_of(self.optimizer.learned))
         finite = math.isfinite(total) and math.isfinite(norm.item())
         if finite:
             self.optimizer.step(norm, factor, self.step)
@@ -275,8 +282,7 @@ class Trainer:
     def _warn_of_idle_parameters(self) -> None:
         """Once: parameters no gradient reached, as when truncation cuts off all they feed."""
         self._first_of_run = False
-        masters, params = self.optimizer.masters, self.optimizer.params
-        idle = [n for n, m in masters.items() if m.grad is None and params[n].requires_grad]
+        idle = [name for name, p in self.optimizer.learned.items() if p.grad is None]
         if idle:
             self._emit(
                 {
@@ -334,8 +340,10 @@ class Trainer:
         )
 
     def _training_info(self) -> Event:
+        rank = self.config.low_rank
         return {
             **self.carried,
+            **({} if rank is None else {"low_rank": rank}),
             "step": self.step,
             "steps": self.config.steps,
             "tokens_seen": self.tokens,
@@ -348,11 +356,16 @@ class Trainer:
             "skipped_steps": self.skipped,
         }
 
+    def _n_trained(self) -> int:
+        return sum(p.numel() for p in self.optimizer.learned.values())
+
     def _memory_estimate_gib(self) -> float:
         """Weights, gradients, masters and optimiser state, plus what back-propagation keeps."""
-        n = parameters(self.model)
+        n, params = parameters(self.model), self.optimizer.params
         size = torch.finfo(self.model.dtype).bits // 8
-        state = n * (2 * size + 16)
+        with_gradient = sum(p.numel() for p in params.values() if p.requires_grad)
+        bases = sum(params[name].numel() for name in self.optimizer.factors)
+        state = (n + with_gradient) * (size + 4) + 8 * self._n_trained() + 4 * bases
         g = self.model.geometry
         rows = self.config.seq * self.config.micro_batch
         through = min(self.depth.backprop_depth, self.schedule.final.quantile(0.99))
@@ -373,11 +386,20 @@ class Trainer:
             raise Interrupted(self.step, self._stop.name)
 
 
-def _make_optimizer(model: LoopedLM, config: OptimConfig, dtype: torch.dtype) -> Optimizer:
+def _make_optimizer(
+    model: LoopedLM, optim: OptimConfig, config: TrainConfig, dtype: torch.dtype, seed: int
+) -> Optimizer:
     """Masters keep the float32 values the model was made with, whatever it computes in."""
     exact = {name: p.detach().clone() for name, p in model.named_parameters()}
+    factors: dict[str, LowRank] = {}
+    if config.low_rank is None:
+        learn_only(model, config.only)
+    else:
+        names = matrices_to_adapt(model, config.only, config.low_rank)
+        factors = factorise(exact, names, config.low_rank, seed)
+        learn_only(model, names)
     model.to(dtype)
-    optimizer = Optimizer(model, config)
+    optimizer = Optimizer(model, optim, factors)
     with torch.no_grad():
         for name, master in optimizer.masters.items():
             master.copy_(exact[name])

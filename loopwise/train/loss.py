@@ -16,7 +16,7 @@ from loopwise.config import check_choices
 from loopwise.data import TokenBatch
 from loopwise.data.packing import NO_TARGET
 from loopwise.errors import ConfigError
-from loopwise.measure.evaluate import trajectory
+from loopwise.measure.evaluate import check_length, trajectory
 from loopwise.models.base import KVView, LoopedLM
 from loopwise.models.views import PackedView
 from loopwise.train.diagnostics import Diagnostics
@@ -155,8 +155,13 @@ class LoopedLoss:
             seeds: ``(batch, seq)`` int64 for models that start from noise.
             backprop_depth: for this batch, where it is not the usual one.
         """
+        check_length(self.model, batch.token_ids.shape[-1])
         view = PackedView(
-            self.model.geometry.rope, batch.positions, batch.document_ids, self.model.dtype
+            self.model.geometry.rope,
+            batch.positions,
+            batch.document_ids,
+            self.model.dtype,
+            batch.token_ids,
         )
         injection = self.prelude(batch.token_ids, view)
         latent = self.model.initial_latent(injection, seeds)

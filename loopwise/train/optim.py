@@ -1,10 +1,10 @@
-"""Optimisers, the learning-rate schedule, and float32 masters for low-precision weights."""
+"""Optimisers, the learning-rate schedule, and the float32 numbers behind a model's weights."""
 
 from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from loopwise.config import check_choices
 from loopwise.errors import ConfigError
+from loopwise.train.low_rank import LowRank
 from loopwise.train.muon import Muon
 
 
@@ -92,22 +93,34 @@ class Optimizer:
     """The optimisers of one model behind one face, stepping on float32 masters.
 
     The model may compute in bfloat16; its weights are then copies of the float32 masters kept here,
-    refreshed after every step. In float32 the parameters are their own masters.
+    refreshed after every step. In float32 the parameters are their own masters. The master of a
+    matrix with factors follows from them, and AdamW steps on the factors.
+
+    Args:
+        factors: matrices that learn through them alone, by name.
+    Attributes:
+        masters: float32, of every parameter: what checkpoints hold.
+        learned: what is stepped on, by name: masters, or factors in their place.
     """
 
-    def __init__(self, model: nn.Module, config: OptimConfig) -> None:
+    def __init__(
+        self, model: nn.Module, config: OptimConfig, factors: Mapping[str, LowRank] | None = None
+    ) -> None:
         self.config = config
+        self.factors = dict(factors or {})
         self.params = dict(model.named_parameters())
         self.masters = {
             name: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float().clone())
             for name, p in self.params.items()
         }
+        self.learned: dict[str, nn.Parameter] = {}
         matrices: list[nn.Parameter] = []
         head: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
         for name, master in self.masters.items():
-            if not self.params[name].requires_grad:
+            if not self.params[name].requires_grad or name in self.factors:
                 continue
+            self.learned[name] = master
             if "unembedding" in name:
                 head.append(master)
             elif master.ndim == 2 and "embedding" not in name:
@@ -131,6 +144,12 @@ class Optimizer:
         if head:
             head_lr = config.head_lr or config.embedding_lr
             self.parts.append((head_lr, self._adamw(head, head_lr, 0.0)))
+        if self.factors:
+            thin = {f"{n}.up": f.up for n, f in self.factors.items()}
+            thin |= {f"{n}.down": f.down for n, f in self.factors.items()}
+            self.learned |= thin
+            adamw = self._adamw(list(thin.values()), config.lr, config.weight_decay)
+            self.parts.append((config.lr, adamw))
 
     def _adamw(self, params: list[nn.Parameter], lr: float, decay: float) -> torch.optim.AdamW:
         betas = (self.config.beta1, self.config.beta2)
@@ -139,13 +158,15 @@ class Optimizer:
         )
 
     def collect_gradients(self) -> Tensor:
-        """Move gradients onto the masters; their global L2 norm before clipping, float32 scalar."""
+        """Move gradients onto what learns; their global L2 norm before clipping, float32 scalar."""
         for name, p in self.params.items():
-            master = self.masters[name]
-            if master is not p:
-                master.grad = None if p.grad is None else p.grad.float()
+            if name in self.factors and p.grad is not None:
+                self.factors[name].take_gradient(p.grad.float())
                 p.grad = None
-        grads = [m.grad for m in self.masters.values() if m.grad is not None]
+            elif self.masters[name] is not p:
+                self.masters[name].grad = None if p.grad is None else p.grad.float()
+                p.grad = None
+        grads = [p.grad for p in self.learned.values() if p.grad is not None]
         return torch.nn.utils.get_total_norm(grads)
 
     def step(self, norm: Tensor, factor: float, step: int = 0) -> None:
@@ -156,7 +177,7 @@ class Optimizer:
             step: optimiser step, from 0, for the momentum's warm-up.
         """
         torch.nn.utils.clip_grads_with_norm_(
-            self.masters.values(), max_norm=self.config.grad_clip, total_norm=norm
+            self.learned.values(), max_norm=self.config.grad_clip, total_norm=norm
         )
         for base, part in self.parts:
             for group in part.param_groups:
@@ -168,23 +189,40 @@ class Optimizer:
         self._refresh()
 
     def zero_grad(self) -> None:
-        for p in (*self.params.values(), *self.masters.values()):
+        for p in (*self.params.values(), *self.masters.values(), *self.learned.values()):
             p.grad = None
 
     def state_dict(self) -> list[dict[str, Any]]:
         return [part.state_dict() for _, part in self.parts]
 
-    def load_state_dict(self, state: list[dict[str, Any]], masters: dict[str, Tensor]) -> None:
-        """Restore optimiser state and masters, then refresh the model's weights."""
+    def factor_state(self) -> dict[str, Tensor]:
+        """Base and factors of every matrix that has them, by name."""
+        return {
+            f"{name}.{part}": tensor
+            for name, factor in self.factors.items()
+            for part, tensor in factor.tensors().items()
+        }
+
+    def load_state_dict(
+        self,
+        state: list[dict[str, Any]],
+        masters: dict[str, Tensor],
+        factors: Mapping[str, Tensor],
+    ) -> None:
+        """Restore optimiser state, masters and factors, then refresh the model's weights."""
         for (_, part), part_state in zip(self.parts, state, strict=True):
             part.load_state_dict(part_state)
         with torch.no_grad():
             for name, master in self.masters.items():
                 master.copy_(masters[name])
+            for name, tensor in self.factor_state().items():
+                tensor.copy_(factors[name])
         self._refresh()
 
     def _refresh(self) -> None:
         with torch.no_grad():
+            for name, factor in self.factors.items():
+                self.masters[name].copy_(factor.merged())
             for name, p in self.params.items():
                 if self.masters[name] is not p:
                     p.copy_(self.masters[name])

@@ -1,7 +1,8 @@
 """What a run needs to go on exactly where it stopped.
 
 Data order, depth draws and noise seeds are pure functions of (seed, step), so the step number
-restores them; what remains is the float32 weights (in the checkpoint itself) and the optimisers.
+restores them; what remains is the float32 weights (in the checkpoint itself), the optimisers, and
+with ``train.low_rank`` the factors and the weights as they were before them.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from loopwise.errors import CheckpointError
 from loopwise.models.base import LoopedLM
 from loopwise.models.checkpoint import point_to, resolve, save_checkpoint
 from loopwise.tokenizer import Tokenizer
 from loopwise.train.optim import Optimizer
+
+FACTORS = "low_rank.safetensors"
 
 
 def save_step(
@@ -41,6 +44,8 @@ def save_step(
 
         def write_trainer(into: Path) -> None:
             torch.save(optimizer.state_dict(), into / "optimizer.pt")
+            if optimizer.factors:
+                save_file(optimizer.factor_state(), into / FACTORS)
             (into / "state.json").write_text(json.dumps({"step": step}), encoding="utf-8")
 
         state = {k: v.detach() for k, v in optimizer.masters.items()}
@@ -71,5 +76,12 @@ def load_step(folder: Path, optimizer: Optimizer) -> int:
         )
     step = json.loads(state_file.read_text(encoding="utf-8"))["step"]
     state = torch.load(path / "trainer" / "optimizer.pt", weights_only=True)
-    optimizer.load_state_dict(state, load_file(path / "model.safetensors"))
+    file = path / "trainer" / FACTORS
+    factors = load_file(file) if file.is_file() else {}
+    if factors.keys() != optimizer.factor_state().keys():
+        raise CheckpointError(
+            f"{str(path)!r} was trained with other low-rank factors; resume with its own "
+            "train.low_rank and train.only"
+        )
+    optimizer.load_state_dict(state, load_file(path / "model.safetensors"), factors)
     return step

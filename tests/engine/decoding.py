@@ -21,9 +21,12 @@ from loopwise.exits import EXITS
 from loopwise.exits.base import ExitPolicy, Observation, Reads
 from loopwise.exits.rule import ExitRule, build_policy, parse_rule, why_not_built
 from loopwise.models.base import LoopedLM
+from loopwise.models.dory import DoryConfig, DoryModel
 from loopwise.models.fixed import FixedConfig, FixedModel
 from loopwise.models.looped import LoopedConfig, LoopedModel
+from loopwise.models.loopformer import LoopFormerConfig, LoopFormerModel
 from loopwise.models.ouro import OuroConfig, OuroModel
+from loopwise.models.parcae import ParcaeConfig, ParcaeModel
 from loopwise.tokenizer import ByteTokenizer
 from tests.conftest import make_model
 from tests.engine.test_reference import FITTED
@@ -41,6 +44,9 @@ RECURRENT: dict[str, dict[str, Any]] = {
 }
 LOOPED = ["none", "input", "attn-first", "residual-all", "attn-all"]
 ARCHITECTURES = [*RECURRENT, *LOOPED, "fixed", "ouro"]
+# They ask more of a view: positions; windows, phases by layer and scales; tokens in every layer.
+ASKING = ["loopformer", "dory", "parcae"]
+ARCHITECTURES += ASKING
 KV_POLICIES = ["per-loop", "last", "ring-2", "ring-3", "first-then-last"]
 
 
@@ -57,10 +63,26 @@ def build(name: str, dtype: torch.dtype = torch.float64) -> LoopedLM:
     elif name == "ouro":
         model = OuroModel(OuroConfig(vocab_size=258, n_layers=1, head_dim=8, **SIZES)).eval()
         roughen(model, 1)
+    elif name in ASKING:
+        model = _asking(name).eval()
+        roughen(model, 1)
     else:
         model = FixedModel(FixedConfig(vocab_size=258, n_layers=2, **SIZES)).eval()
         roughen(model, 1)
     return model.to(dtype)
+
+
+def _asking(name: str) -> LoopedLM:
+    shape = {"vocab_size": 258, **SIZES}
+    layers = {"n_prelude_layers": 1, "n_core_layers": 1, "n_coda_layers": 1}
+    if name == "dory":
+        return DoryModel(DoryConfig(**shape, **layers, head_dim=8, local_layers=(1, 2), window=3))
+    del shape["n_kv_heads"]
+    if name == "parcae":
+        return ParcaeModel(ParcaeConfig(**shape, **layers, value_layers=(0, 1, 2)))
+    return LoopFormerModel(
+        LoopFormerConfig(**shape, n_layers=1, n_loops=MAX_DEPTH, max_positions=48)
+    )
 
 
 @cache

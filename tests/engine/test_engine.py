@@ -20,6 +20,7 @@ from loopwise.exits.base import Reads
 from loopwise.models.costs import kv_bytes_per_token
 from tests.engine.decoding import (
     ARCHITECTURES,
+    ASKING,
     KV_POLICIES,
     LOOPED,
     MAX_DEPTH,
@@ -82,6 +83,8 @@ def kv_policies_of(name: str) -> list[str]:
     """All for the architectures with unique layers; the looped ones are alike but for the core."""
     if name == "fixed":
         return KV_POLICIES[:2]
+    if name in ASKING:
+        return [KV_POLICIES[0], KV_POLICIES[1 + ASKING.index(name)]]
     if name in LOOPED:
         return ["per-loop", *(KV_POLICIES[3:] if LOOPED.index(name) % 2 else KV_POLICIES[1:3])]
     return KV_POLICIES

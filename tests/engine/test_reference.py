@@ -67,7 +67,7 @@ def as_batch(ids: list[int]) -> TokenBatch:
 def forward(model: LoopedLM, ids: list[int], depth: int, seed: int = 0) -> torch.Tensor:
     """Logits of every token ``(tokens, vocab)`` of a full pass at uniform depth."""
     batch = as_batch(ids)
-    view = PackedView(model.geometry.rope, batch.positions, None, model.dtype)
+    view = PackedView(model.geometry.rope, batch.positions, None, model.dtype, batch.token_ids)
     injection = model.prelude(batch.token_ids, view)
     latent = model.initial_latent(injection, row_seeds(batch.positions, seed))
     for r in range(1, depth + 1):

@@ -94,7 +94,7 @@ def test_a_tokenizer_that_puts_a_start_token_first_is_followed(folders, tmp_path
     assert ours.generate_until(made) == theirs.generate_until(made, disable_tqdm=True)
     # Their whole texts then begin with two start tokens, ours with one (docs/architecture.md).
     whole = instances("loglikelihood_rolling", ("Mia had 3 apples.",))
-    bos, ids = checkpoint.bos_id, checkpoint.tokenizer.encode("Mia had 3 apples.")
+    bos, ids = checkpoint.tokenizer.bos_id, checkpoint.tokenizer.encode("Mia had 3 apples.")
     fed = [bos, bos, *ids] if starts else [bos, *ids]
     after = log_softmax_of(checkpoint.model, fed, 1)[:-1]
     by_hand = float(after.gather(1, torch.tensor(fed[1:])[:, None]).sum())

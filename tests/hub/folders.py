@@ -75,8 +75,9 @@ def first_latent(model: LoopedLM, ids: list[int] = IDS) -> Tensor:
 def forward(model: LoopedLM, depth: int, ids: list[int] = IDS) -> Tensor:
     """Logits ``(tokens, vocab)`` of a whole pass at one depth."""
     positions = torch.arange(len(ids))[None]
-    view = PackedView(model.geometry.rope, positions, None, model.dtype)
-    injection = model.prelude(torch.tensor([ids]), view)
+    tokens = torch.tensor([ids])
+    view = PackedView(model.geometry.rope, positions, None, model.dtype, tokens)
+    injection = model.prelude(tokens, view)
     latent = model.initial_latent(injection, row_seeds(positions))
     for r in range(1, depth + 1):
         latent = model.core_step(latent, injection, r, view)

@@ -58,15 +58,20 @@ def rotate(
     return out
 
 
-def attend(queries: list[Array], keys: list[Array], values: list[Array]) -> Sequence:
-    """Causal attention; each list has one ``(heads, size)`` a position, key heads shared evenly."""
+def attend(
+    queries: list[Array], keys: list[Array], values: list[Array], window: int | None = None
+) -> Sequence:
+    """Causal attention; each list has one ``(heads, size)`` a position, key heads shared evenly.
+
+    With a window, over that many of the latest positions, the asking one counted.
+    """
     out = []
     for position, query in enumerate(queries):
         n_heads, size = query.shape
         groups = n_heads // keys[0].shape[0]
         mixed = []
         for j in range(n_heads):
-            seen = range(position + 1)
+            seen = range(0 if window is None else max(0, position - window + 1), position + 1)
             scores = [float(query[j] @ keys[p][j // groups]) / math.sqrt(size) for p in seen]
             shares = [math.exp(score - max(scores)) for score in scores]
             mixed.append(

@@ -82,8 +82,10 @@ def converted(source: Path, dtype: torch.dtype = torch.float64) -> LoopedLM:
 class NaiveNanochat:
     """The forward pass; ``wrong`` names conventions to break, to show that each one matters."""
 
-    def __init__(self, mode: str, wrong: str = "") -> None:
+    def __init__(self, mode: str, wrong: str = "", windows: tuple[int | None, ...] = ()) -> None:
         self.w, self.mode, self.wrong = arrays(tensors(mode)), mode, wrong
+        names = ("prelude.0", "recur.0", "recur.1", "coda.0")
+        self.windows = dict(zip(names, windows or [None] * 4, strict=True))
 
     def norm(self, key: str, x: Array) -> Array:
         return rms(x, self.w[key + ".weight"], 1e-6)
@@ -103,7 +105,8 @@ class NaiveNanochat:
         keys = [self.heads(f"{block}.attn.c_k.weight", x, p) for p, x in enumerate(seen)]
         values = [(self.w[f"{block}.attn.c_v.weight"] @ x).reshape(-1, SIZE) for x in seen]
         out = self.w[f"{block}.attn.c_proj.weight"]
-        mixed = [out @ y for y in attend(queries, keys, values)]
+        window = self.windows[block.removeprefix("transformer.")]
+        mixed = [out @ y for y in attend(queries, keys, values, window)]
         branch = self.wrong == "norms on the branches"
         n2, n4 = f"{block}.n2", f"{block}.n4"
         done = []
@@ -178,6 +181,22 @@ def test_no_other_convention_gives_these_logits(tmp_path: Path, wrong: str) -> N
     assert gap(forward(model, 2), naive(model, MODES[0], 2, wrong)) > 1e-3
 
 
+@pytest.mark.parametrize(
+    ("pattern", "windows"),
+    [("SSSL", (4, 4, 4, None)), ("sl", (4, None, 4, None)), ("S", (4, 4, 4, None))],
+)
+def test_windows_are_half_the_length_and_the_token_itself(
+    tmp_path: Path, pattern: str, windows: tuple[int | None, ...]
+) -> None:
+    """The pattern is tiled over prelude, core and coda; the last layer sees everything."""
+    source = folder(tmp_path / "nanochat", window_pattern=pattern, sequence_len=6)
+    model = converted(source)
+    wanted = NaiveNanochat(MODES[0], windows=windows).forward(IDS, 2, np.zeros(0))
+    assert gap(forward(model, 2), wanted) < 1e-8
+    assert gap(decode(model, 2), wanted) < 1e-5
+    assert np.abs(wanted - naive(model, MODES[0], 2)).max() > 1e-3
+
+
 def test_random_starts_have_the_published_spread(tmp_path: Path) -> None:
     model = converted(folder(tmp_path / "nanochat", "inject_init_random"))
     assert model.seeded_latent
@@ -214,7 +233,7 @@ def test_configs_of_old_checkpoints_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"window_pattern": "SSSL"}, "gives layers 0, 1, 2 a sliding window"),
+        ({"window_pattern": "SXL"}, "window_pattern='SXL'"),
         ({"input_injection": "add"}, "input_injection='add'"),
         ({"train_recur_mean": None}, "no train_recur_mean"),
         ({"n_recur_block": 3}, "missing transformer.recur.2"),

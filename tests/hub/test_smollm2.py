@@ -45,7 +45,7 @@ def test_logits_equal_those_of_transformers(smollm2: Checkpoint) -> None:
     peer = transformers.AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.float32
     ).eval()
-    ids = [smollm2.bos_id, *smollm2.tokenizer.encode(TEXT)]
+    ids = [smollm2.tokenizer.bos_id, *smollm2.tokenizer.encode(TEXT)]
     wanted = peer(torch.tensor([ids])).logits[0]
     assert wanted.std() > 1
     assert gap(forward(smollm2.model, 1, ids), wanted) < 1e-4

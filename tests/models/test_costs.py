@@ -15,6 +15,7 @@ from loopwise.models.costs import (
     parameters,
 )
 from loopwise.models.fixed import FixedConfig, FixedModel
+from loopwise.models.nanochat import NanochatConfig, NanochatModel
 from loopwise.models.recurrent import RecurrentConfig, RecurrentModel
 
 D, FF, V = 32, 48, 100
@@ -62,6 +63,20 @@ def test_attention_costs_grow_with_context():
     assert at.core - free.core == 3 * per_layer
     assert at.coda - free.coda == 2 * per_layer
     assert at.head == free.head
+
+
+def test_layers_with_a_window_see_no_more_than_it():
+    """A window of four is three others; prelude and one layer of the core have it."""
+    shape = {"vocab_size": V, "d_model": D, "n_heads": 4, "n_kv_heads": 2, "d_ff": FF}
+    layers = {"n_prelude_layers": 1, "n_core_layers": 2, "n_coda_layers": 1}
+    model = NanochatModel(NanochatConfig(**shape, **layers, local_layers=(0, 2), window=4))
+    at, free = flops_per_token(model, context=10), flops_per_token(model)
+    per_token = 2 * 2 * 4 * HEAD
+    assert at.prelude - free.prelude == 3 * per_token
+    assert at.core - free.core == (10 + 3) * per_token
+    assert at.coda - free.coda == 10 * per_token
+    short = flops_per_token(model, context=2)
+    assert short.core - free.core == 2 * 2 * per_token
 
 
 def test_flops_of_a_fixed_model_lie_in_its_core_and_head():

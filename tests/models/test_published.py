@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -42,6 +43,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "nanochat": ("nanochat", LAYERS),
     "nanochat noise": ("nanochat", {**LAYERS, "latent_init": "noise", "n_coda_layers": 0}),
     "nanochat passthrough": ("nanochat", {**LAYERS, "injection": "none", "n_prelude_layers": 0}),
+    "loopformer": ("loopformer", {"n_layers": 2, "max_positions": 20}),
+    "dory": ("dory", {**LAYERS, "head_dim": 4, "local_layers": (0, 2), "window": 3}),
+    "dory, all local": ("dory", {**LAYERS, "head_dim": 4, "local_layers": (0, 1, 2, 3)}),
+    "parcae": ("parcae", {**LAYERS, "value_layers": (0, 2, 3), "gate_channels": 5}),
 }  # fmt: skip
 A = [3, 1, 4, 1, 5, 9, 2, 6, 5, 30]
 B = [2, 7, 1, 8, 2, 8, 0]
@@ -51,7 +56,9 @@ def build(kind: str, rough: bool = True) -> LoopedLM:
     name, changes = KINDS[kind]
     torch.manual_seed(0)
     model_class = MODELS[name]
-    model = model_class(model_class.config_class(**{**SHAPE, **changes})).eval()
+    fields = {f.name for f in dataclasses.fields(model_class.config_class)}
+    shape = {key: size for key, size in SHAPE.items() if key in fields}  # some have no n_kv_heads
+    model = model_class(model_class.config_class(**{**shape, **changes})).eval()
     if rough:
         roughen(model, seed=0)
     return model
@@ -62,8 +69,9 @@ def logits_at(model: LoopedLM, documents: list[list[int]], depth: int) -> Tensor
     """Logits ``(seq, vocab)`` of documents packed into one row."""
     positions = torch.tensor([[p for doc in documents for p in range(len(doc))]])
     ids = torch.tensor([[d for d, doc in enumerate(documents) for _ in doc]])
-    view = PackedView(model.geometry.rope, positions, ids, model.dtype)
-    injection = model.prelude(torch.tensor([[t for doc in documents for t in doc]]), view)
+    tokens = torch.tensor([[t for doc in documents for t in doc]])
+    view = PackedView(model.geometry.rope, positions, ids, model.dtype, tokens)
+    injection = model.prelude(tokens, view)
     latent = model.initial_latent(injection, row_seeds(positions))
     for r in range(1, depth + 1):
         latent = model.core_step(latent, injection, r, view)
@@ -97,7 +105,10 @@ def test_layers_are_numbered_through_and_rows_keep_their_recurrence(kind: str) -
     model, seen = build(kind), []
 
     class Spy:
-        def attend(self, layer: int, r: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        positions = torch.arange(3)
+        token_ids = torch.tensor([1, 2, 3])
+
+        def attend(self, layer: int, r: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
             seen.append((layer, r, tuple(q.shape), tuple(k.shape), tuple(v.shape)))
             return q
 
@@ -121,16 +132,17 @@ def test_parts_hold_every_matrix_but_embedding_head_and_gate(kind: str) -> None:
     found = [id(m.weight) for m in modules if isinstance(m, nn.Linear)]
     assert len(found) == len(set(found))
     rest = {n for n, p in model.named_parameters() if p.ndim == 2 and id(p) not in found}
-    assert rest <= {"embedding.weight", "unembedding.weight", "gate.weight"}
+    tables = ("embedding.weight", "gate.weight")  # looked up, or read once a recurrence
+    assert all(name.endswith(tables) or name.startswith("modulation.") for name in rest), rest
     assert flops_per_token(model).core > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_reaches_every_weight(kind: str) -> None:
     model = build(kind, rough=False).train()
-    positions = torch.arange(len(A))[None]
-    view = PackedView(model.geometry.rope, positions, None, model.dtype)
-    injection = model.prelude(torch.tensor([A]), view)
+    positions, tokens = torch.arange(len(A))[None], torch.tensor([A])
+    view = PackedView(model.geometry.rope, positions, None, model.dtype, tokens)
+    injection = model.prelude(tokens, view)
     latent = model.initial_latent(injection, row_seeds(positions))
     for r in (1, 2):
         latent = model.core_step(latent, injection, r, view)
@@ -142,7 +154,7 @@ def test_training_reaches_every_weight(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fresh_model_is_near_uniform_and_stays_finite(kind: str) -> None:
     model = build(kind, rough=False)
-    for depth in (1, 8, 64):
+    for depth in (1, 8, model.geometry.max_depth or 64):
         log_p = logits_at(model, [A, B], depth).log_softmax(dim=-1)
         assert log_p.isfinite().all()
         assert -(log_p.exp() * log_p).sum(dim=-1).mean() > 0.5 * torch.log(torch.tensor(31.0))

@@ -10,12 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.text import Text
 from rich.console import Console
 
+from benchmarks import compare_runs
 from loopwise.errors import RunFolderError
 from loopwise.exits import EXITS
-from loopwise.report import facts, summary_table, verdict, words, write_report
+from loopwise.models.checkpoint import load_checkpoint, point_to, save_checkpoint, write_exits
+from loopwise.report import (
+    facts,
+    frontier_sections,
+    plots,
+    summary_table,
+    verdict,
+    words,
+    write_report,
+)
 from loopwise.report.palette import SHADES, in_order, policy_style
+from loopwise.tokenizer import ByteTokenizer
+from tests.conftest import make_model
 
 HORIZON, FULL = 32, 8
 CORPORA = ("tales", "books")
@@ -267,6 +280,85 @@ def test_the_page_fetches_nothing(html: str) -> None:
     assert not [link for link in page.links if not link.startswith("#")]
     assert not {"script", "link", "iframe", "object", "embed"} & set(page.tags)
     assert not re.search(r"@import|url\((?!#)", html)
+
+
+def test_what_the_certified_rule_promised_and_broke_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = make_results("tales", "books")
+    assert frontier_sections.certificates(results["frontiers"]) == ""
+    fires = [0.0, 0.1, 0.2, 0.3456, 0.4, 0.5, 0.6, 0.7654]
+    judged = {"fires": fires, "certified": 2468, "broken": 13}
+    policies = results["frontiers"][0]["policies"]
+    policies["certified"] = {**policies["margin"], "judged": judged}
+    page = write_run(tmp_path, results).read_text()
+    cells = re.search(r'<section id="certificates">.*?</section>', page, re.DOTALL)
+    assert cells is not None
+    text = re.sub(r"<[^>]*>", " ", cells[0])
+    assert all(x in text for x in ("certified by r=4", "34.6%", "76.5%", "2,468", "13", "0.53%"))
+    assert "tales" in text and "books" not in text
+    compare_runs.main([str(tmp_path)])
+    row = f"| {tmp_path.name} | tales | 76.5% | 2,468 | 13 |"
+    assert row in capsys.readouterr().out.splitlines()
+
+
+def test_tiers_of_the_checkpoint_are_shown_while_its_weights_are_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = make_results("tales")
+    assert 'id="tiers"' not in write_run(tmp_path, results).read_text()
+    save_checkpoint(tmp_path / "checkpoints" / "step-1", make_model(), ByteTokenizer(), {})
+    point_to(tmp_path / "checkpoints", "step-1")
+    checkpoint = load_checkpoint(tmp_path)
+    tier = {
+        "rule": "kl:0.0123",
+        "budget_nats": 0.01,
+        "full_depth": 8,
+        "confidence": 0.9,
+        "live": {"mean_depth": 4.321, "charged_share": 0.654},
+        "risk": {"mean": 0.0042, "low": 0.0031, "high": 0.0053, "upper_bound": 0.0087},
+        "guarantee": {"unit": "document", "units": 765},
+    }
+    write_exits(checkpoint, {"tiers": {"balanced": tier}})
+    page = write_report(tmp_path).read_text()
+    cells = re.search(r'<section id="tiers">.*?</section>', page, re.DOTALL)
+    assert cells is not None
+    text = re.sub(r"<[^>]*>", " ", cells[0])
+    wanted = ("balanced", "kl:0.0123", "0.0031 to 0.0053", "0.0087", "4.32", "65%", "765 documents")
+    assert all(x in text for x in wanted)
+    compare_runs.main([str(tmp_path)])
+    measured = "0.0042 (0.0031 to 0.0053)"
+    row = f"| {tmp_path.name} | balanced | kl:0.0123 | 0.01 | {measured} | 4.32 | 65% |"
+    assert row in capsys.readouterr().out.splitlines()
+    weights = checkpoint.path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes() + b" ")
+    assert facts.read_tiers(tmp_path) == {}, "made for other weights"
+
+
+def test_corpora_whole_nats_apart_share_a_drawing_and_no_name_is_cut() -> None:
+    """Names at the ends of lines were cut, and 2.4 nats between corpora flattened both."""
+    cs = [convergence("tinystories-valid"), convergence("childrens-books-valid")]
+    for part in cs[1]["loss_nats"].values():
+        part[:] = [x + 2.4 for x in part]
+    cs.append(convergence("a-corpus-with-a-name-that-goes-on-" + "and-on-" * 9 + "test"))
+    drawing = plots.loss_by_depth(cs)
+    curves = [
+        line.get_ydata() for line in drawing.axes[0].lines if len(line.get_xdata()) == HORIZON
+    ]
+    assert len(curves) == 3
+    assert all(min(y) == 0 and y[0] == pytest.approx(0.5) for y in curves)
+    width, height = drawing.bbox.size
+    drawing.canvas.draw()
+    renderer = drawing.canvas.get_renderer()
+    said = [text for text in drawing.findobj(Text) if text.get_text().strip()]
+    for text in said:
+        box = text.get_window_extent(renderer)
+        assert box.x0 >= 0 and box.x1 <= width and box.y0 >= 0 and box.y1 <= height, text
+    assert any(
+        "childrens-books-valid: best 5.617 at r=32, saturates at r=6" in text.get_text()
+        for text in said
+    )
+    assert any("-test: best" in text.get_text() for text in said), "the end of a name is kept"
 
 
 def test_ids_name_one_thing_each(html: str) -> None:

@@ -67,6 +67,16 @@ def test_resuming_it_equals_not_having_stopped(start: Path, tmp_path: Path) -> N
     assert weights(start)["adapter.weight"].sub(one["adapter.weight"]).abs().max() > 0
 
 
+def test_matrices_of_a_checkpoint_can_learn_through_factors(start: Path, tmp_path: Path) -> None:
+    settings = (*SMALL, "train.low_rank=2")
+    made = answer(train(tmp_path / "run", "--from", start, settings=settings))
+    before, after = weights(start), weights(Path(made["checkpoint"]))
+    moved = {key for key, value in before.items() if not torch.equal(after[key], value)}
+    assert moved == {k for k in before if k.startswith(("adapter", "core")) and before[k].ndim == 2}
+    again = train(tmp_path / "run", "--from", start, "--resume", settings=settings)
+    assert answer(again)["loss_nats_by_depth"] == made["loss_nats_by_depth"]
+
+
 def test_rows_of_padding_are_kept(tmp_path: Path) -> None:
     """Published embeddings have more rows than their tokenizer ids."""
     from loopwise.models.recurrent import RecurrentConfig, RecurrentModel

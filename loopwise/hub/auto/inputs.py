@@ -35,18 +35,22 @@ class Inputs:
             return torch.ones_like(self.positions, dtype=torch.bool)
         return self.real[:, self.seen :]
 
-    def bias(self, n_keys: int, dtype: torch.dtype) -> Tensor | None:
+    def bias(self, n_keys: int, dtype: torch.dtype, window: int | None = None) -> Tensor | None:
         """Additive mask ``(batch, 1, seq, n_keys)``, or None where causal order alone decides.
+
+        With a ``window`` a token sees the latest ones alone, itself counted.
 
         A token sees itself whatever the mask says, so that padding stays finite.
         """
         batch, seq = self.positions.shape
-        if self.real is None and self.documents is None and n_keys == seq:
+        if self.real is None and self.documents is None and n_keys == seq and window is None:
             return None  # no cache, or an empty one
         device = self.positions.device
         query = torch.arange(self.seen, self.seen + seq, device=device).unsqueeze(-1)
         key = torch.arange(n_keys, device=device)
         seen = (key <= query).expand(batch, seq, n_keys)
+        if window is not None:
+            seen = seen & (key > query - window)
         if self.real is not None:
             real = torch.zeros(batch, n_keys, dtype=torch.bool, device=device)
             real[:, : self.real.shape[1]] = self.real

@@ -35,6 +35,7 @@ from loopwise.hub.auto.plan import LayerIndex, Plan, make_plan
 from loopwise.hub.auto.upload import ONE_FILE, UPLOAD_ARGUMENTS, upload
 from loopwise.hub.auto.versions import check_version
 from loopwise.hub.auto.view import BatchView, FrozenView
+from loopwise.measure.evaluate import check_length
 from loopwise.models import MODELS
 from loopwise.models.base import LoopedLM
 from loopwise.models.checkpoint import usual_depth
@@ -180,11 +181,15 @@ class LoopwiseForCausalLM(PreTrainedModel, GenerationMixin):
             cache = DynamicCache()
         seen = check_cache(cache, layers)
         inputs = read_inputs(input_ids, attention_mask, position_ids, seen)
+        if self.model.geometry.max_positions is not None:
+            check_length(self.model, int(inputs.positions.max()) + 1)
         keep_latents = output_hidden_states or self.config.output_hidden_states
         passed = self._pass(
             input_ids,
             plan,
-            (BatchView if plan.uniform else FrozenView)(layers, inputs, cache, self.model.dtype),
+            (BatchView if plan.uniform else FrozenView)(
+                layers, inputs, cache, self.model.dtype, input_ids
+            ),
             slice(-logits_to_keep if logits_to_keep else None, None)
             if isinstance(logits_to_keep, int)
             else logits_to_keep,
@@ -301,9 +306,9 @@ class LoopwiseForCausalLM(PreTrainedModel, GenerationMixin):
         checkpoint, generation = self.beside.checkpoint(self.model), self.generation_config
         if checkpoint is None or generation is None:
             return
-        ends = list(checkpoint.end_ids)
+        ends = list(checkpoint.tokenizer.end_ids)
         for name, usual in (
-            ("bos_token_id", checkpoint.bos_id),
+            ("bos_token_id", checkpoint.tokenizer.bos_id),
             ("eos_token_id", ends if len(ends) > 1 else ends[0]),
             ("pad_token_id", ends[0]),
         ):

@@ -19,11 +19,13 @@ from loopwise.errors import MissingExtraError
 from loopwise.hub.auto.versions import check_version
 
 _AUTO, _OURS = "transformers.models.auto", "loopwise.hub.auto"
-# Once the left is loaded, the right is imported; it registers its class as it ends.
+# Once the left is loaded, the right is imported; it registers its class as it ends. The model asks
+# for what the last one holds, which may itself ask for the Auto classes before it is whole.
 WHEN_LOADED = {
     f"{_AUTO}.configuration_auto": f"{_OURS}.config",
     f"{_AUTO}.modeling_auto": f"{_OURS}.model",
     f"{_AUTO}.tokenization_auto": f"{_OURS}.tokenizer",
+    "transformers.modeling_layers": f"{_OURS}.model",
 }
 
 
@@ -38,7 +40,12 @@ def register_when_asked() -> None:
 
 def _load(ours: str) -> None:
     """Import one of our modules, unless this transformers is not one they know: whoever loads it
-    may have no need of us."""
+    may have no need of us. The model waits until both modules it follows are loaded."""
+    if ours == f"{_OURS}.model":
+        layers = sys.modules.get("transformers.modeling_layers")
+        begun = layers is not None and not hasattr(layers, "GradientCheckpointingLayer")
+        if begun or f"{_AUTO}.modeling_auto" not in sys.modules:
+            return
     try:
         check_version(sys.modules["transformers"].__version__)
     except MissingExtraError as err:
@@ -48,7 +55,7 @@ def _load(ours: str) -> None:
 
 
 class _Watcher(MetaPathFinder):
-    """Finds the three modules as Python would, and has ours follow once they are loaded."""
+    """Finds those modules as Python would, and has ours follow once they are loaded."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -76,10 +76,10 @@ class LoopwiseTokenizer(PreTrainedTokenizerFast):
         training = {}
         if training_file is not None:
             training = read_json_object(Path(training_file), CheckpointError)
-        said = training.get("special_ids", {})
+        own = own.with_special_ids(training.get("special_ids", {}))
         names = {
-            f"{name}_token": backend.id_to_token(_first(said.get(name), usual))
-            for name, usual in (("bos", own.bos_id), ("eos", own.eos_id))
+            "bos_token": backend.id_to_token(own.bos_id),
+            "eos_token": backend.id_to_token(own.end_ids[0]),
         }
         usual = {
             **names,
@@ -135,13 +135,6 @@ def _bpe_backend(text: str) -> tokenizers.Tokenizer:
     backend.no_padding()
     backend.no_truncation()
     return backend
-
-
-def _first(said: int | list[int] | None, usual: int) -> int:
-    """An id the checkpoint names besides its tokenizer; of several, the first."""
-    if isinstance(said, list):
-        said = said[0] if said else None
-    return usual if said is None else said
 
 
 AutoTokenizer.register(LoopwiseConfig, fast_tokenizer_class=LoopwiseTokenizer, exist_ok=True)

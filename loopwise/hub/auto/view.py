@@ -24,22 +24,50 @@ class BatchView:
         inputs: where the tokens stand.
         cache: of transformers, or None.
         dtype: of queries and keys.
+        token_ids: ``(batch, seq)`` int64 of the call.
     """
 
-    def __init__(self, layers: LayerIndex, inputs: Inputs, cache: Any, dtype: torch.dtype) -> None:
-        self.layers, self.inputs, self.cache = layers, inputs, cache
-        self.rope = layers.geometry.rope
-        self.cos, self.sin = self.rope.tables(inputs.positions, dtype)  # (batch, seq, 1, head_dim)
+    def __init__(
+        self,
+        layers: LayerIndex,
+        inputs: Inputs,
+        cache: Any,
+        dtype: torch.dtype,
+        token_ids: Tensor,
+    ) -> None:
+        self.layers, self.inputs, self.cache, self._ids = layers, inputs, cache, token_ids
+        rope = self.rope = layers.geometry.rope
+        # By whether a layer is local; each table is (batch, seq, 1, head_dim).
+        self._phases = [rope.tables(inputs.positions, dtype)]
+        if rope.local is not None:
+            self._phases.append(rope.local.rope.tables(inputs.positions, dtype))
         seq = inputs.positions.shape[1]
         places = torch.arange(inputs.seen, inputs.seen + seq, device=inputs.positions.device)
         self._where = {"cache_position": places}  # the first of 5.x write static caches by it
-        self._bias: tuple[int, Tensor | None] | None = None  # number of keys, and their mask
+        # Number of keys and their mask, by whether a layer is local.
+        self._bias: dict[bool, tuple[int, Tensor | None]] = {}
 
-    def attend(self, layer: int, r: int | Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q = self.rope.rotate(q, self.cos, self.sin)
-        k = self.rope.rotate(k, self.cos, self.sin)
+    @property
+    def positions(self) -> Tensor:
+        return self.inputs.positions
+
+    @property
+    def token_ids(self) -> Tensor:
+        return self._ids
+
+    def attend(
+        self,
+        layer: int,
+        r: int | Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: Tensor | None = None,
+    ) -> Tensor:
+        local = self.rope.is_local(layer)
+        q, k = self.rope.at(layer).turn(q, k, *self._phases[local], scale)
         index = self.layers.of(layer, r if isinstance(r, int) else self.layers.depth)
-        return self._mix(q, *self._keep(k, v, index))
+        return self._mix(q, *self._keep(k, v, index), local)
 
     def _keep(self, k: Tensor, v: Tensor, index: int) -> tuple[Tensor, Tensor]:
         """Store entries ``(batch, seq, heads, head_dim)``; returns all that layer holds by now, as
@@ -49,12 +77,13 @@ class BatchView:
             return k, v
         return self.cache.update(k, v, index, self._where)
 
-    def _mix(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _mix(self, q: Tensor, keys: Tensor, values: Tensor, local: bool) -> Tensor:
         """Attention of ``q (batch, seq, n_heads, head_dim)`` over all keys; the shape of ``q``."""
         n_keys = keys.shape[-2]
-        if self._bias is None or self._bias[0] != n_keys:
-            self._bias = n_keys, self.inputs.bias(n_keys, q.dtype)
-        bias = self._bias[1]
+        if local not in self._bias or self._bias[local][0] != n_keys:
+            window = self.rope.window if local else None
+            self._bias[local] = n_keys, self.inputs.bias(n_keys, q.dtype, window)
+        bias = self._bias[local][1]
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             keys,
@@ -75,10 +104,17 @@ class FrozenView(BatchView):
     without a cache.
     """
 
-    def __init__(self, layers: LayerIndex, inputs: Inputs, cache: Any, dtype: torch.dtype) -> None:
-        super().__init__(layers, inputs, cache, dtype)
+    def __init__(
+        self,
+        layers: LayerIndex,
+        inputs: Inputs,
+        cache: Any,
+        dtype: torch.dtype,
+        token_ids: Tensor,
+    ) -> None:
+        super().__init__(layers, inputs, cache, dtype, token_ids)
         self.shape = inputs.positions.shape  # (batch, seq)
-        self._flat = self.cos.flatten(0, 1), self.sin.flatten(0, 1)
+        self._phases = [(cos.flatten(0, 1), sin.flatten(0, 1)) for cos, sin in self._phases]
         self._latest: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, (tokens, heads, head_dim)
         self._rows = torch.arange(inputs.positions.numel(), device=inputs.positions.device)
 
@@ -87,11 +123,27 @@ class FrozenView(BatchView):
         self._rows = rows
         return self
 
-    def attend(self, layer: int, r: int | Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rows, (cos, sin) = self._rows, self._flat
+    @property
+    def positions(self) -> Tensor:
+        return self.inputs.positions.flatten()[self._rows]
+
+    @property
+    def token_ids(self) -> Tensor:
+        return self._ids.flatten()[self._rows]
+
+    def attend(
+        self,
+        layer: int,
+        r: int | Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: Tensor | None = None,
+    ) -> Tensor:
+        rows, local = self._rows, self.rope.is_local(layer)
+        cos, sin = self._phases[local]
         n = cos.shape[0]
-        q = self.rope.rotate(q, cos[rows], sin[rows])
-        k = self.rope.rotate(k, cos[rows], sin[rows])
+        q, k = self.rope.at(layer).turn(q, k, cos[rows], sin[rows], scale)
         if layer not in self._latest:  # ones: an early static cache takes zeros for unused places
             self._latest[layer] = k.new_ones(n, *k.shape[1:]), v.new_ones(n, *v.shape[1:])
         latest_k, latest_v = self._latest[layer]
@@ -102,7 +154,8 @@ class FrozenView(BatchView):
         keys, values = self._keep(
             latest_k.unflatten(0, self.shape), latest_v.unflatten(0, self.shape), index
         )
-        return self._mix(full.unflatten(0, self.shape), keys, values).flatten(0, 1)[rows]
+        out = self._mix(full.unflatten(0, self.shape), keys, values, local)
+        return out.flatten(0, 1)[rows]
 
     def fill(self, first: int) -> None:
         """Store copies for recurrences ``first`` to the last, which no token has run."""

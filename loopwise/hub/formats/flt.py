@@ -50,7 +50,13 @@ class FLT:
         fields.ignore("dropout", "sequence_len", "activation_offload", "kv_lora_rank")
         fields.ignore("activation_offload_keep_last", "loss_type")
         n_layers, d_model = fields.integer("n_layer"), fields.integer("n_embd")
-        nanochat_keys.refuse_windows(fields, source, n_layers)
+        local = nanochat_keys.local_layers(fields, source, n_layers)
+        if local:
+            raise CheckpointError(
+                f"window_pattern={source.config['window_pattern']!r} gives layers "
+                f"{', '.join(map(str, local))} a sliding window, whose length is not documented; "
+                "only models of full context (L) load"
+            )
         config = LoopedConfig(
             vocab_size=fields.integer("vocab_size"),
             d_model=d_model,

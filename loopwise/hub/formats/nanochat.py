@@ -36,7 +36,7 @@ class Nanochat:
 
     def plan(self, source: Source) -> Plan:
         fields = Fields(source.config, self.name)
-        fields.ignore("sequence_len", "size", "input_injection")
+        fields.ignore("size", "input_injection")
         fields.only("inject_mode", "concat_linear")
         # Dropped from later configs; none of them changes what the weights compute.
         fields.ignore("kv_cache_recur_budget", "recur_warm_start", "train_recur_min")
@@ -52,7 +52,6 @@ class Nanochat:
                 "no place for in this architecture; convert the checkpoint from before it was added"
             )
         counts = [fields.integer(f"n_{part}") for part in ("prelude", "recur_block", "coda")]
-        nanochat_keys.refuse_windows(fields, source, sum(counts))
         d_model = fields.integer("n_embd")
         injection, latent_init = MODES[mode]
         config = NanochatConfig(
@@ -66,6 +65,9 @@ class Nanochat:
             n_coda_layers=counts[2],
             injection=injection,
             latent_init=latent_init,
+            local_layers=nanochat_keys.local_layers(fields, source, sum(counts)),
+            # The window counts tokens before the one that looks: half of the training's length.
+            window=fields.integer("sequence_len", default=2048) // 2 + 1,
             logit_cap=fields.number("logit_softcap", default=15.0),
         )
         depth = clamped(

@@ -43,18 +43,14 @@ def turned_back(head_dim: int) -> Callable[[Tensor], Tensor]:
     return change
 
 
-def refuse_windows(fields: Fields, source: Source, n_layers: int) -> None:
-    """Layers that see part of the context only are not something our attention does.
+def local_layers(fields: Fields, source: Source, n_layers: int) -> tuple[int, ...]:
+    """Layers that see a window only: a pattern of S and L, tiled; the last layer sees everything.
 
-    The pattern is tiled over the layers; the last one always sees everything.
+    Raises:
+        CheckpointError: the pattern has other letters.
     """
     fields.ignore("window_pattern")
     pattern = source.config.get("window_pattern") or "L"
     if not isinstance(pattern, str) or set(pattern.upper()) - {"L", "S"}:
         raise CheckpointError(f"window_pattern={pattern!r} must be made of the letters L and S")
-    short = [i for i in range(n_layers - 1) if pattern.upper()[i % len(pattern)] == "S"]
-    if short:
-        raise CheckpointError(
-            f"window_pattern={pattern!r} gives layers {', '.join(map(str, short))} a sliding "
-            "window; loopwise has no windowed attention, so only models of full context (L) load"
-        )
+    return tuple(i for i in range(n_layers - 1) if pattern.upper()[i % len(pattern)] == "S")

@@ -15,11 +15,14 @@ from loopwise.engine.reference import ReferenceDecoder
 from loopwise.exits.rule import build_policy, parse_rule
 from loopwise.models.base import LoopedLM
 from loopwise.models.checkpoint import save_checkpoint
+from loopwise.models.dory import DoryConfig, DoryModel
 from loopwise.models.fixed import FixedConfig, FixedModel
 from loopwise.models.layers import row_seeds
 from loopwise.models.looped import LoopedConfig, LoopedModel
+from loopwise.models.loopformer import LoopFormerConfig, LoopFormerModel
 from loopwise.models.nanochat import NanochatConfig, NanochatModel
 from loopwise.models.ouro import OuroConfig, OuroModel
+from loopwise.models.parcae import ParcaeConfig, ParcaeModel
 from loopwise.models.raven import RavenConfig, RavenModel
 from loopwise.models.views import PackedView
 from loopwise.tokenizer import ByteTokenizer
@@ -32,7 +35,7 @@ IDS = [256, *b"Tom has a red ball. Where"]
 TRAINING = {"seq": 32, "depth": {"true_mean": 3.2, "min": 1, "max": 8, "p99": 7}}
 SIZES: dict[str, Any] = {"vocab_size": 258, "d_model": 32, "n_heads": 4, "n_kv_heads": 2}
 ARCHITECTURES = ["recurrent", "untied", "noise", "bare", "looped", "fixed", "raven", "ouro"]
-ARCHITECTURES += ["nanochat"]
+ARCHITECTURES += ["nanochat", "loopformer", "dory", "parcae"]
 
 
 def build(name: str, dtype: torch.dtype = torch.float64) -> LoopedLM:
@@ -55,6 +58,19 @@ def build(name: str, dtype: torch.dtype = torch.float64) -> LoopedLM:
         model = RavenModel(RavenConfig(d_ff=48, **{**SIZES, "n_kv_heads": 4}))
     elif name == "ouro":
         model = OuroModel(OuroConfig(n_layers=2, head_dim=8, d_ff=48, **SIZES))
+    elif name == "loopformer":
+        shape = {key: size for key, size in SIZES.items() if key != "n_kv_heads"}
+        model = LoopFormerModel(LoopFormerConfig(n_layers=2, d_ff=48, max_positions=40, **shape))
+    elif name == "dory":
+        layers = {"n_prelude_layers": 1, "n_core_layers": 2, "n_coda_layers": 1}
+        model = DoryModel(
+            DoryConfig(d_ff=48, head_dim=8, local_layers=(0, 2, 3), window=5, **layers, **SIZES)
+        )
+    elif name == "parcae":
+        shape = {key: size for key, size in SIZES.items() if key != "n_kv_heads"}
+        model = ParcaeModel(
+            ParcaeConfig(d_ff=48, n_prelude_layers=1, value_layers=(0, 2, 4), **shape)
+        )
     else:
         model = NanochatModel(NanochatConfig(d_ff=48, n_core_layers=2, **SIZES))
     roughen(model, 1)
@@ -78,8 +94,9 @@ def depths_of(model: LoopedLM) -> list[int]:
 def plain_forward(model: LoopedLM, depth: int, ids: Sequence[int] = IDS) -> Tensor:
     """Logits ``(tokens, vocab)`` of loopwise's own whole pass."""
     positions = torch.arange(len(ids))[None]
-    view = PackedView(model.geometry.rope, positions, None, model.dtype)
-    injection = model.prelude(torch.tensor([list(ids)]), view)
+    tokens = torch.tensor([list(ids)])
+    view = PackedView(model.geometry.rope, positions, None, model.dtype, tokens)
+    injection = model.prelude(tokens, view)
     latent = model.initial_latent(injection, row_seeds(positions))
     for r in range(1, depth + 1):
         latent = model.core_step(latent, injection, r, view)

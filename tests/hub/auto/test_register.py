@@ -74,6 +74,20 @@ def test_the_order_of_imports_does_not_matter(tmp_path, order):
     assert done.returncode == 0, done.stderr
 
 
+def test_a_model_of_theirs_may_be_what_is_asked_for_first(tmp_path):
+    """It loads their layers, which ask for the Auto classes while they are not whole."""
+    pytest.importorskip("transformers")
+    code = """
+import loopwise.hub
+from transformers import LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
+config = AutoConfig.for_model("loopwise", model={"d_model": 16, "n_heads": 2, "d_ff": 24})
+assert type(AutoModelForCausalLM.from_config(config)).__name__ == "LoopwiseForCausalLM"
+"""
+    done = run(code, tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 def test_registering_twice_adds_one_finder():
     register_when_asked()
     register_when_asked()

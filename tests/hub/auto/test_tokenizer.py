@@ -161,8 +161,8 @@ def test_begin_and_end_are_those_the_checkpoint_names(tmp_path, folders):
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "c")
     checkpoint = load_checkpoint(tmp_path / "c")
     assert model.generation_config.bos_token_id == last
-    assert tuple(model.generation_config.eos_token_id) == checkpoint.end_ids
-    assert len(checkpoint.end_ids) == 2
+    assert tuple(model.generation_config.eos_token_id) == checkpoint.tokenizer.end_ids
+    assert len(checkpoint.tokenizer.end_ids) == 2
 
 
 def test_text_in_text_out(folders):
