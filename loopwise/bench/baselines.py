@@ -11,7 +11,7 @@ from torch import Tensor
 
 from loopwise.bench.workload import Job
 from loopwise.engine import Engine
-from loopwise.engine.runner import LiveRows
+from loopwise.engine.rows import Batch
 from loopwise.models.base import LoopedLM, Rope
 
 
@@ -109,14 +109,14 @@ def generate_in_step(engine: Engine, jobs: Sequence[Job], depth: int) -> list[li
         table.seat(np.array([slot]), slot, 0, engine.default_rule)
     seats, seeds = np.arange(n), np.zeros(n, np.int64)
     made: list[list[int]] = [[] for _ in jobs]
-    rows = [LiveRows(seats[i : i + 1], 0) for i in range(n)]
-    singles = [row.seats for row in rows]
+    singles = [seats[i : i + 1] for i in range(n)]
+    batch = Batch.of(singles)
     for at in range(prompt + new - 1):
         table.position[:n], table.r[:n] = at, 0
         ids = [job.prompt[at] if at < prompt else made[i][-1] for i, job in enumerate(jobs)]
-        runner.enter(rows, ids, seeds)
+        runner.enter(singles, ids, seeds)
         for _ in range(depth):
-            runner.advance(rows)
+            runner.advance(batch)
         logits = runner.read(singles, seats if at >= prompt - 1 else seats[:0])
         if at >= prompt - 1:
             for row, token_id in zip(made, logits.argmax(dim=-1).tolist(), strict=True):

@@ -63,7 +63,8 @@ class RowTable:
     Attributes:
         slot, position, token_id: of the row's request and token, by seat.
         r: recurrences done, by seat.
-        threshold, patience, min_depth, max_depth: of its exit rule, by seat.
+        policy, threshold, patience, min_depth, max_depth: of its exit rule, by seat; the policy by
+            its number in the runner.
         hits: consecutive scores at or below the threshold, by seat.
     """
 
@@ -83,6 +84,7 @@ class RowTable:
         self.token_id = np.zeros(seats, np.int64)
         self.r = np.zeros(seats, np.int64)
         self.hits = np.zeros(seats, np.int64)
+        self.policy = np.zeros(seats, np.int64)
         self.threshold = np.zeros(seats, np.float32)
         self.patience = np.ones(seats, np.int64)
         self.min_depth = np.ones(seats, np.int64)
@@ -109,8 +111,9 @@ class RowTable:
         for entries, address in self._address.items():
             address[slot, first:end] = page * size * entries + self._steps[: end - first]
 
-    def seat(self, seats: Ints, slot: int, first: int, rule: ExitRule) -> None:
+    def seat(self, seats: Ints, slot: int, first: int, rule: ExitRule, policy: int = 0) -> None:
         """Rows of consecutive tokens of one request sit down before recurrence 1."""
+        self.policy[seats] = policy
         self.slot[seats] = slot
         self.position[seats] = np.arange(first, first + len(seats))
         self.r[seats] = 0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,19 +18,6 @@ from loopwise.exits.base import ExitPolicy, Observation, Output, Reads
 from loopwise.exits.rule import should_exit
 from loopwise.models.base import LoopedLM
 from loopwise.models.layers import row_seeds
-
-
-@dataclass(frozen=True, slots=True)
-class LiveRows:
-    """Rows of one request that go through the core together.
-
-    Attributes:
-        seats: in the order of their positions.
-        policy: index of their exit policy.
-    """
-
-    seats: Ints
-    policy: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +79,15 @@ class Runner:
         return len(self.policies) - 1
 
     @torch.no_grad()
-    def enter(self, chunks: list[LiveRows], token_ids: list[int], seeds: Ints) -> None:
+    def enter(self, chunks: list[Ints], token_ids: list[int], seeds: Ints) -> None:
         """Run new rows through the prelude and give them their first latent.
 
         Args:
+            chunks: seats of the rows of one request each, in the order of their positions.
             token_ids, seeds: of all rows, chunk after chunk; the seed is the request's.
         """
-        order = np.concatenate([c.seats for c in chunks])
-        batch = Batch.of([c.seats for c in chunks])
+        order = np.concatenate(chunks)
+        batch = Batch.of(chunks)
         # Batch.of may put rows in another order than the chunks came in.
         place = np.empty(len(self.table.slot), np.int64)
         place[order] = np.arange(len(order))
@@ -117,21 +106,26 @@ class Runner:
                 memory[seats] = 0
 
     @torch.no_grad()
-    def recur(self, chunks: list[LiveRows]) -> list[Exits]:
-        """One recurrence of all live rows, and which of them stop after it."""
-        self.advance(chunks)
-        asked = {c.policy for c in chunks}
-        return [
-            exits
-            for policy in sorted(asked)
-            if (exits := self._judge(policy, [c.seats for c in chunks if c.policy == policy]))
-            is not None
-        ]
+    def recur(self, chunks: list[Ints]) -> list[Exits]:
+        """One recurrence of all live rows, and which of them stop after it.
+
+        Args:
+            chunks: seats of the live rows of one request each, in the order of their positions.
+        """
+        batch = Batch.of(chunks)
+        self.advance(batch)
+        asked = np.unique(self.table.policy[batch.seats]).tolist()
+        if len(asked) == 1:
+            found = [self._judge(asked[0], batch)]
+        else:
+            of = self.table.policy[[c[0] for c in chunks]].tolist()
+            parts = [[c for c, i in zip(chunks, of, strict=True) if i == p] for p in asked]
+            found = [self._judge(p, Batch.of(c)) for p, c in zip(asked, parts, strict=True)]
+        return [exits for exits in found if exits is not None]
 
     @torch.no_grad()
-    def advance(self, chunks: list[LiveRows]) -> None:
+    def advance(self, batch: Batch) -> None:
         """One recurrence of all live rows."""
-        batch = Batch.of([c.seats for c in chunks])
         self.table.advance(batch.seats)
         seats = self._seats(batch.seats)
         r = torch.from_numpy(self.table.r[batch.seats]).to(self.device)
@@ -141,11 +135,9 @@ class Runner:
         self._previous.index_copy_(0, seats, before)
         self._latent.index_copy_(0, seats, after)
 
-    def _judge(self, index: int, chunks: list[Ints]) -> Exits | None:
+    def _judge(self, index: int, batch: Batch) -> Exits | None:
         """Score the rows under one policy; None where all go on."""
-        policy, table = self.policies[index], self.table
-        batch = Batch.of(chunks)
-        rows = batch.seats
+        policy, table, rows = self.policies[index], self.table, batch.seats
         score: NDArray[np.float32] = np.full(len(rows), np.inf, np.float32)
         output = None
         if policy.reads is not Reads.NOTHING:
@@ -251,6 +243,16 @@ class Calls:
             return model.hidden(latent, r, RowsInPages(rope, plan, keys, values, scratch))
 
         def ready(function: Call) -> Call:
-            return torch.compile(function, dynamic=True) if compile else function
+            if not compile:
+                return function
+            return torch.compile(function, dynamic=True, options={"guard_filter_fn": _shapes_only})
 
         self.prelude, self.core, self.hidden = ready(prelude), ready(core), ready(hidden)
+
+
+def _shapes_only(guards: Sequence[Any]) -> list[bool]:
+    """Which guards of a compiled function stay: nothing but tensors changes between calls.
+
+    To check all the others, which name every module and parameter, takes a twentieth of a call.
+    """
+    return [guard.guard_type in ("TENSOR_MATCH", "SHAPE_ENV") for guard in guards]

@@ -11,7 +11,7 @@ import torch
 from loopwise.engine.counts import Counts
 from loopwise.engine.request import FinishReason, TokenOutput
 from loopwise.engine.rows import RowTable
-from loopwise.engine.runner import Exits, LiveRows, Runner
+from loopwise.engine.runner import Exits, Runner
 from loopwise.engine.running import Choice
 from loopwise.engine.sampler import LogitsError, sample
 from loopwise.engine.scheduler import Chunk, Scheduler, Sequence
@@ -85,21 +85,20 @@ class Ticks:
         for chunk in chunks:
             sequence = chunk.sequence
             choice = self._choices[sequence]
-            self.table.seat(chunk.seats, sequence.slot, chunk.start, choice.request.rule)
+            rule = choice.request.rule
+            self.table.seat(chunk.seats, sequence.slot, chunk.start, rule, choice.policy)
             ids += sequence.tokens[chunk.start : chunk.end]
             seeds += [choice.request.params.seed] * len(chunk.seats)
             for seat in chunk.seats.tolist():
                 self._chunk_at[seat] = chunk
-        self.runner.enter([self._rows(c) for c in chunks], ids, np.array(seeds, np.int64))
+        self.runner.enter([c.live for c in chunks], ids, np.array(seeds, np.int64))
         self.counts.prelude_rows += len(ids)
         self._live += chunks
 
-    def _rows(self, chunk: Chunk) -> LiveRows:
-        return LiveRows(chunk.live, self._choices[chunk.sequence].policy)
-
     def _recur(self) -> None:
-        exits = self.runner.recur([self._rows(c) for c in self._live])
-        self.counts.see(self.table.r[np.concatenate([c.live for c in self._live])])
+        rows = [c.live for c in self._live]
+        exits = self.runner.recur(rows)
+        self.counts.see(self.table.r[np.concatenate(rows)])
         for left in exits:
             self._keep_logits(left)
             gone = left.seats.tolist()

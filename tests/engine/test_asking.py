@@ -139,9 +139,9 @@ def test_a_rope_that_does_not_turn_and_layers_with_their_own():
     assert rope.window == 3 and still.window is None
 
 
-@pytest.mark.parametrize("name", ASKING)
-def test_compiled_stages_tell_local_layers_apart(name, monkeypatch):
-    """Where sizes vary, compiled code did not find the number of a layer among those of a tuple."""
+@pytest.mark.parametrize("name", [*ASKING, "concat, two cores", "attn-all"])
+def test_compiled_stages_give_the_same_for_any_number_of_rows(name, monkeypatch):
+    """One row alone and several; where sizes vary, dynamo missed layers numbered by a tuple."""
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda call, **how: real(call, backend="eager", **how))
     jobs = [job(TEXT[:9], rule_for(name, "latent-change"), 3), job(TEXT[:3], "fixed:2", 3)]
