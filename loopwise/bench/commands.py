@@ -23,6 +23,10 @@ from loopwise.engine.reference import ReferenceDecoder
 from loopwise.errors import ConfigError
 from loopwise.exits.rule import build_policy
 from loopwise.models.costs import flops_per_token
+from loopwise.report.draw import save_png
+from loopwise.report.occupancy import rows_by_recurrence
+
+_SHOWN_TICKS = 256
 
 
 def bench_decode(path: Path, options: BenchOptions, console: Console) -> dict[str, Any]:
@@ -78,7 +82,7 @@ def bench_decode(path: Path, options: BenchOptions, console: Console) -> dict[st
             np.median([np.median(a.ttft_s) / np.median(b.ttft_s) for a, b in pairs])
         ),
         "rows": rows,
-        "occupancy": list(bench.first.occupancy())[-256:],
+        "occupancy": _occupancy(bench, live[-1]),
     }
     _summary(bench, result)
     return record("decode", result)
@@ -207,8 +211,19 @@ _UNUSED = {
     # Its quality is judged on whole blocks, under the KV policy that forward passes are of.
     "exits": {"rate", "exit", "judged", "kv"},
 }
-_KEEP: dict[str, Callable[[Mapping[str, Any], Path], object]] = {"exits": keep_exits}
-_ONLY_KEPT = {"frontier"}  # hundreds of points
+
+
+def _keep_decode(found: Mapping[str, Any], folder: Path) -> None:
+    """The record, and what the ticks were filled with as ``occupancy.png``."""
+    keep(found, folder)
+    save_png(rows_by_recurrence(found["occupancy"]), folder / "occupancy.png")
+
+
+_KEEP: dict[str, Callable[[Mapping[str, Any], Path], object]] = {
+    "decode": _keep_decode,
+    "exits": keep_exits,
+}
+_ONLY_KEPT = {"frontier", "occupancy"}  # hundreds of points
 
 
 def keep_result(found: Mapping[str, Any], folder: Path) -> None:
@@ -230,6 +245,12 @@ def check_used(command: str, given: Iterable[str]) -> None:
     for name in given:
         if name in _UNUSED[command]:
             raise ConfigError(f"bench {command} has no use for --{name}; leave it out")
+
+
+def _occupancy(bench: Bench, timed: Pass) -> list[list[int]]:
+    """Live rows by recurrence in the first ticks of the last pass of live exits."""
+    ticks = list(bench.first.occupancy())
+    return ticks[max(0, len(ticks) - timed.ticks) :][:_SHOWN_TICKS]
 
 
 def _whole_depths(depth: float, most: int) -> tuple[int, int]:
@@ -280,7 +301,7 @@ def _reference(bench: Bench) -> dict[str, Any]:
     depths = np.array([s.exit_depth for s in steps])
     rate = len(steps) / seconds  # prompt tokens cost it as much as new ones
     return {
-        **dict.fromkeys(("ttft_s", "gap_p50_s", "gap_p99_s"), float("nan")),
+        **dict.fromkeys(("ttft_s", "gap_p50_s", "gap_p99_s", "outside_model"), float("nan")),
         "name": "reference",
         "tokens_per_s": rate,
         "low": rate,

@@ -24,6 +24,8 @@ class Pass:
         seconds: wall time.
         new_tokens: made.
         fed: tokens that went through the core.
+        ticks: of the engine; 0 of what has none.
+        outside_model: share of the ticks' time that was not spent in the model's functions.
         row_steps: core row-steps executed.
         depths: exit depth of each new token.
         ttft_s: of each request, from when it came in.
@@ -37,6 +39,8 @@ class Pass:
     depths: NDArray[np.int64]
     ttft_s: NDArray[np.float64]
     gaps_s: NDArray[np.float64]
+    ticks: int = 0
+    outside_model: float = float("nan")
 
     @property
     def tokens_per_s(self) -> float:
@@ -95,6 +99,9 @@ def drive(engine: Engine, jobs: Sequence[Job], arrivals_s: Sequence[float] | Non
         depths=np.concatenate([c.exit_depths for c in done]),
         ttft_s=np.array(ttft),
         gaps_s=np.array(gaps),
+        ticks=after["ticks"] - before["ticks"],
+        outside_model=1
+        - (after["model_s"] - before["model_s"]) / (after["busy_s"] - before["busy_s"]),
     )
 
 
@@ -148,4 +155,5 @@ def figures(name: str, passes: Sequence[Pass]) -> dict[str, Any]:
         "mean_depth": float(np.mean(depths)),
         "p95_depth": float(np.quantile(depths, 0.95)),
         "row_steps": int(np.median([p.row_steps for p in passes])),
+        "outside_model": float(np.median([p.outside_model for p in passes])),
     }

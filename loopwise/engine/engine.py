@@ -334,6 +334,7 @@ class Engine:
         return {
             "ticks": counts.ticks,
             "busy_s": counts.busy_s,
+            "model_s": self.runner.model_s,
             "tokens": counts.tokens,
             "slot_ticks": counts.slot_ticks,
             "core_row_steps": int(counts.rows_by_recurrence.sum()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,7 @@ class Runner:
 
     Attributes:
         coda_rows, head_rows: that went through each, checks and outputs alike.
+        model_s: spent in the model's functions; on a GPU, in giving it their work.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Runner:
         self._entry = model.geometry.n_kv_heads * model.geometry.head_dim
         self.calls = calls
         self.coda_rows = self.head_rows = 0
+        self.model_s = 0.0
 
     def add_policy(self, policy: ExitPolicy) -> int:
         """The index by which rows name it."""
@@ -95,7 +98,7 @@ class Runner:
         self.table.token_id[order] = token_ids
         ids = torch.from_numpy(self.table.token_id[batch.seats]).to(self.device)
         view = self._view(batch, self.cache.prelude)
-        injection = self.calls.prelude(ids, *view)
+        injection = self._timed(self.calls.prelude, ids, *view)
         positions = torch.from_numpy(self.table.position[batch.seats])
         row = row_seeds(positions, torch.from_numpy(seeds[back])).to(self.device)
         seats = self._seats(batch.seats)
@@ -131,7 +134,8 @@ class Runner:
         r = torch.from_numpy(self.table.r[batch.seats]).to(self.device)
         before = self._latent.index_select(0, seats)
         injection = self._injection.index_select(0, seats)
-        after = self.calls.core(before, injection, r, *self._view(batch, self.cache.core))
+        view = self._view(batch, self.cache.core)
+        after = self._timed(self.calls.core, before, injection, r, *view)
         self._previous.index_copy_(0, seats, before)
         self._latent.index_copy_(0, seats, after)
 
@@ -184,13 +188,19 @@ class Runner:
 
     def _head(self, hidden: Tensor) -> Tensor:
         self.head_rows += len(hidden)
-        return self.model.head(hidden)
+        return self._timed(self.model.head, hidden)
 
     def _hidden(self, batch: Batch, stage: Stage) -> Tensor:
         self.coda_rows += len(batch.seats)
         latent = self._latent.index_select(0, self._seats(batch.seats))
         r = torch.from_numpy(self.table.r[batch.seats]).to(self.device)
-        return self.calls.hidden(latent, r, *self._view(batch, stage))
+        return self._timed(self.calls.hidden, latent, r, *self._view(batch, stage))
+
+    def _timed(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
+        start = time.perf_counter()
+        out = function(*args)
+        self.model_s += time.perf_counter() - start
+        return out
 
     def _seats(self, seats: Ints) -> Tensor:
         return torch.from_numpy(seats).to(self.device)

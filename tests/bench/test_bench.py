@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from loopwise.bench.baselines import generate_in_step, generate_padded
-from loopwise.bench.commands import COMMANDS, BenchOptions
+from loopwise.bench.commands import COMMANDS, BenchOptions, keep_result, last_line
 from loopwise.bench.drive import drive, force
 from loopwise.bench.workload import Job, Lengths, make_jobs
 from loopwise.cli import app
@@ -142,7 +142,7 @@ def test_every_benchmark_ends_in_one_json_object(checkpoint, command):
     assert found["full_depth"] == 4
 
 
-def test_decode_states_speed_with_the_quality_it_cost(checkpoint):
+def test_decode_states_speed_with_the_quality_it_cost(checkpoint, tmp_path):
     found = COMMANDS["decode"](checkpoint, OPTIONS, Console(quiet=True))
     for key in ("speedup_vs_uniform", "speedup_vs_equal_quality", "percent_of_cap", "ttft_ratio"):
         assert found[key] > 0
@@ -154,6 +154,11 @@ def test_decode_states_speed_with_the_quality_it_cost(checkpoint):
     names = [row["name"] for row in found["rows"]]
     assert {"live exits", "uniform 4", "lockstep exits", "static 4", "padded loop"} <= set(names)
     assert "reference" in names
+    live = next(row for row in found["rows"] if row["name"] == "live exits")
+    assert sum(map(sum, found["occupancy"])) == live["row_steps"], "a short pass is shown whole"
+    keep_result(found, tmp_path)
+    assert (tmp_path / "occupancy.png").stat().st_size > 1000
+    assert "occupancy" not in last_line(found)
 
 
 def test_exact_kv_costs_nothing_and_the_others_save_what_they_say(checkpoint):
