@@ -57,6 +57,8 @@ def generate_command(
         raise ConfigError("--prompts and --out go together: answers of a file go to a file")
     checkpoint = load_checkpoint(path)
     rule = choose_rule(checkpoint, options.depth, options.exit)
+    longest = EngineConfig().max_seq
+    learned = checkpoint.model.geometry.max_positions
     engine = Engine.from_checkpoint(
         checkpoint,
         EngineConfig(
@@ -64,6 +66,7 @@ def generate_command(
             max_depth=rule.max_depth,
             kv_policy=options.kv_policy,
             slots=1 if prompt is not None else options.slots,
+            max_seq=longest if learned is None else min(longest, learned),
         ),
     )
     trained = checkpoint.trained_max_depth

@@ -140,7 +140,8 @@ class RunConfig:
             )
         if limit is not None and (self.depth.kind != "fixed" or self.depth.mean > limit):
             raise ConfigError(
-                f"architecture {self.architecture!r} runs at most {limit} recurrence; "
+                f"architecture {self.architecture!r} runs at most {limit} "
+                f"recurrence{'s' if limit > 1 else ''}; "
                 f"set depth.kind=fixed and depth.mean={limit}"
             )
 

@@ -44,7 +44,7 @@ class Tokenizer(Protocol):
     Attributes:
         bos_id: what a text begins with.
         eos_id: what a document ends with, in training.
-        end_ids: every id that ends a text, the usual one first.
+        end_ids: every id that ends a text, those first that the checkpoint names.
         special_ids: what was said besides ``tokenizer.json``, see `with_special_ids`.
     """
 
@@ -58,8 +58,9 @@ class Tokenizer(Protocol):
         """The same tokenizer with ids that its ``tokenizer.json`` does not tell.
 
         Args:
-            said: ``bos``, an id; ``eos``, an id in place of the tokenizer's own, or a list of ids
-                that end a text besides it, as instruct models end their turns.
+            said: ``bos``, an id; ``eos``, an id that ends texts in training instead of the
+                tokenizer's own, or a list of ids that end a text besides it, as instruct models
+                end their turns. Decoding ends at any of them and at the tokenizer's own.
         Raises:
             TokenizerError: another name, or an id that is none.
         """
@@ -376,6 +377,10 @@ def _checked_ids(said: Mapping[str, Any], size: int) -> tuple[list[int], list[in
     for name in ("bos", "eos"):
         ids = said.get(name, [])
         found.append(ids if isinstance(ids, list) else [ids])
+        if name == "bos" and len(found[-1]) > 1:
+            raise TokenizerError(
+                f"special_ids has {len(found[-1])} bos ids; a text begins with one"
+            )
         for i in found[-1]:
             if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < size:
                 raise TokenizerError(

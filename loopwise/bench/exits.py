@@ -35,6 +35,7 @@ from loopwise.report.draw import save_png
 from loopwise.report.exits import exits_table, summary_lines
 from loopwise.report.frontier_plots import by_compute
 from loopwise.report.palette import in_order
+from loopwise.study.measuring import block_length
 from loopwise.train.metrics import finite
 
 _FIT_TOKENS = 10_000
@@ -88,6 +89,7 @@ def _samples(bench: Bench, folder: Path) -> Samples:
     options, checkpoint = bench.options, bench.checkpoint
     fit = bool(unfitted(checkpoint))
     tokens = max(options.tokens, 0 if options.smoke or not fit else _FIT_TOKENS)
+    tokens = max(tokens, block_length(checkpoint) + 1)
     documents = fresh_documents(checkpoint, options.data)
     parts = deal(documents, checkpoint.tokenizer, options.seeds + fit, tokens, options.seed)
     if fit:

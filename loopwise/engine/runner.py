@@ -177,7 +177,7 @@ class Runner:
         attend to their entries there.
         """
         if self.model.geometry.n_coda_layers == 0:
-            chunks = [wanted]
+            chunks = list(wanted.reshape(-1, 1))
             if not len(wanted):
                 return self._latent.new_empty(0, self.model.geometry.vocab_size)
         batch = Batch.of(chunks)
@@ -207,8 +207,7 @@ class Runner:
 
     def _view(self, batch: Batch, stage: Stage) -> tuple[Plan, list[Tensor], list[Tensor], Tensor]:
         plan = self.table.plan(batch, stage)
-        # Local layers may read more in all: each group of theirs starts where its first row sees.
-        size = self._entry * max(p.gathered for p in (plan, plan.local) if p is not None)
+        size = self._entry * plan.gathered  # local layers read no more than the others
         if size > self._scratch.shape[1]:
             self._scratch = self._scratch.new_empty(2, size + size // 2)
         return plan, self.cache.keys, self.cache.values, self._scratch
@@ -255,13 +254,15 @@ class Calls:
         def ready(function: Call) -> Call:
             if not compile:
                 return function
+            # Compiled code is looked up by code object, which all models would share.
+            function.__code__ = function.__code__.replace()
             return torch.compile(function, dynamic=True, options={"guard_filter_fn": _shapes_only})
 
         self.prelude, self.core, self.hidden = ready(prelude), ready(core), ready(hidden)
 
 
 def _shapes_only(guards: Sequence[Any]) -> list[bool]:
-    """Which guards of a compiled function stay: nothing but tensors changes between calls.
+    """Which guards of a compiled function stay: only tensors change between calls for one model.
 
     To check all the others, which name every module and parameter, takes a twentieth of a call.
     """

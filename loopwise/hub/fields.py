@@ -107,6 +107,18 @@ class Fields:
         rest = set(self._table) - self._read - HARMLESS
         return sorted(name for name in rest if self._table[name] not in (None, False, [], {}))
 
+    def close(self) -> None:
+        """Refuse a table of which something was not read.
+
+        Raises:
+            CheckpointError: naming the fields.
+        """
+        if rest := self.unread():
+            raise CheckpointError(
+                f"{self._where} has {', '.join(rest)}, which loopwise does not know of "
+                f"{self._format} checkpoints"
+            )
+
     def rope(self, *, default_base: float | None = None) -> tuple[float, RopeScaling | None]:
         """Rotary base and scaling, in the old spelling or as one ``rope_parameters`` table.
 

@@ -54,7 +54,7 @@ def best_points(points: Sequence[Point], cost: str) -> list[int]:
 
 
 def at_cost(points: Sequence[Point], cost: str, goal: float) -> Between | None:
-    """The best there is for ``goal``; None where even the cheapest point costs more.
+    """Between the two nearest points that no other beats; None where the cheapest costs more.
 
     Where no more can be had for more, the last point that is worth its cost.
     """
@@ -70,7 +70,10 @@ def at_cost(points: Sequence[Point], cost: str, goal: float) -> Between | None:
 
 
 def at_loss(points: Sequence[Point], nats: float) -> Between | None:
-    """The shallowest place whose mean loss is ``nats`` above full depth; None where none is."""
+    """Where the mean loss falls to ``nats`` above full depth, between points that no other beats.
+
+    None where it never does.
+    """
     kept = best_points(points, "mean_depth")
     place = next((n for n, i in enumerate(kept) if points[i]["delta_nats"] <= nats), None)
     if place is None:

@@ -38,7 +38,9 @@ def check_length(model: LoopedLM, tokens: int) -> None:
     """
     limit = model.geometry.max_positions
     if limit is not None and tokens > limit:
-        raise ShapeError(f"{tokens} tokens are past this model's limit of {limit}; give fewer")
+        raise ShapeError(
+            f"{tokens} tokens are past this model's limit of {limit}; give shorter blocks"
+        )
 
 
 def trajectory(
@@ -51,6 +53,8 @@ def trajectory(
 
     Args:
         core_step: a compiled ``model.core_step``, if there is one.
+    Raises:
+        ShapeError: see :func:`check_length`.
     """
     check_length(model, batch.token_ids.shape[-1])
     view = PackedView(

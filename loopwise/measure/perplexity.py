@@ -51,6 +51,7 @@ def perplexity(
         ConfigError: an unknown protocol, a block or stride out of range.
         DataError: text shorter than one block.
         DepthError: a depth the model cannot run.
+        ShapeError: a block is longer than what the model has learned positions for.
     """
     if protocol not in PROTOCOLS:
         raise ConfigError(f"no protocol {protocol!r}; known: {', '.join(PROTOCOLS)}")

@@ -81,12 +81,17 @@ def read_tiers(run: Path) -> dict[str, Any]:
     """Calibrated tiers of a run's newest checkpoint, by name; none where its weights have moved on.
 
     They are made after the results, so they lie with the checkpoint (``exits.json``).
+
+    Raises:
+        CheckpointError: that file is damaged.
     """
     try:
         folder = resolve(run)
-        exits = read_json_object(folder / "exits.json", CheckpointError)
     except CheckpointError:  # results outlive their checkpoint
         return {}
+    if not (folder / "exits.json").exists():
+        return {}
+    exits = read_json_object(folder / "exits.json", CheckpointError)
     weights = folder / "model.safetensors"
     same = weights.is_file() and exits.get("weights_hash") == file_hash(weights)
     return exits.get("tiers", {}) if same else {}

@@ -127,7 +127,8 @@ def perplexity_command(
     config, _ = _settings_at(path, asked)
     checkpoint = _load(path, config.measure)
     limit = checkpoint.model.geometry.max_depth
-    depths = depths or ([1, 2, 4, 8, 16, 32] if limit is None else [limit])
+    usual = [1, 2, 4, 8, 16, 32]
+    depths = depths or (usual if limit is None else [*(r for r in usual if r < limit), limit])
     out: Event = {}
     for name, documents in read_corpora(sources, config.data).items():
         stage = f"perplexity of {name}"

@@ -69,7 +69,12 @@ def matrices_to_adapt(model: LoopedLM, patterns: Sequence[str], rank: int) -> li
     if patterns:
         return [n for n in matrices if any(fnmatch.fnmatch(n, pattern) for pattern in patterns)]
     core = {id(p) for module in model.parts()["core"] for p in module.parameters()}
-    chosen = [n for n, p in matrices.items() if id(p) in core and min(p.shape) > rank]
+    chosen = [
+        name
+        for name, p in matrices.items()
+        # A table of tokens is looked up, not multiplied with.
+        if id(p) in core and min(p.shape) > rank and "embedding" not in name
+    ]
     if not chosen:
         raise ConfigError(
             f"train.low_rank={rank}: no matrix of the core is wider; lower it, or name others with "

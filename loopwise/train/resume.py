@@ -78,7 +78,8 @@ def load_step(folder: Path, optimizer: Optimizer) -> int:
     state = torch.load(path / "trainer" / "optimizer.pt", weights_only=True)
     file = path / "trainer" / FACTORS
     factors = load_file(file) if file.is_file() else {}
-    if factors.keys() != optimizer.factor_state().keys():
+    wanted = {name: tensor.shape for name, tensor in optimizer.factor_state().items()}
+    if {name: tensor.shape for name, tensor in factors.items()} != wanted:
         raise CheckpointError(
             f"{str(path)!r} was trained with other low-rank factors; resume with its own "
             "train.low_rank and train.only"

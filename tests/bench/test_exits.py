@@ -21,6 +21,7 @@ from loopwise.cli import app
 from loopwise.data import generate
 from loopwise.errors import ConfigError, DataError
 from loopwise.exits import EXITS
+from loopwise.exits.rule import parse_rule
 from loopwise.measure.convergence import loss_optimal
 from loopwise.measure.crossing import best_points
 from loopwise.measure.frontier import depth_at_budget, uniform_points
@@ -166,7 +167,9 @@ def test_what_serves_keeps_the_budget_or_says_that_it_does_not(comparison):
         served = comparison.served(name, lambda _: None)
         start = depth_at_budget(comparison.curves[name].points, BUDGET)
         assert served["replayed"]["mean_depth"] >= start["mean_depth"]
-        assert served["within_budget"] is (served["delta_high"] <= BUDGET)
+        again = comparison.live(parse_rule(served["rule"]))
+        assert {k: served[k] for k in again} == again
+        assert served["within_budget"] is (again["delta_high"] <= BUDGET)
 
 
 def test_every_rule_the_checkpoint_can_run_has_a_row(found):

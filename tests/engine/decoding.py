@@ -45,7 +45,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
 LOOPED = ["none", "input", "attn-first", "residual-all", "attn-all"]
 ARCHITECTURES = [*RECURRENT, *LOOPED, "fixed", "ouro"]
 # They ask more of a view: positions; windows, phases by layer and scales; tokens in every layer.
-ASKING = ["loopformer", "dory", "parcae"]
+ASKING = ["loopformer", "dory", "dory, no coda", "parcae"]
 ARCHITECTURES += ASKING
 KV_POLICIES = ["per-loop", "last", "ring-2", "ring-3", "first-then-last"]
 
@@ -77,6 +77,9 @@ def _asking(name: str) -> LoopedLM:
     layers = {"n_prelude_layers": 1, "n_core_layers": 1, "n_coda_layers": 1}
     if name == "dory":
         return DoryModel(DoryConfig(**shape, **layers, head_dim=8, local_layers=(1, 2), window=3))
+    if name == "dory, no coda":
+        layers["n_coda_layers"] = 0
+        return DoryModel(DoryConfig(**shape, **layers, head_dim=8, local_layers=(1,), window=3))
     del shape["n_kv_heads"]
     if name == "parcae":
         return ParcaeModel(ParcaeConfig(**shape, **layers, value_layers=(0, 1, 2)))

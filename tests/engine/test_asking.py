@@ -149,6 +149,16 @@ def test_compiled_stages_give_the_same_for_any_number_of_rows(name, monkeypatch)
         check(generation, reference(name, wanted), name)
 
 
+def test_compiled_models_of_equal_shapes_are_told_apart(monkeypatch):
+    """Compiled code is found by code object, and weights of one shape are all it then looks at."""
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call, **how: real(call, backend="eager", **how))
+    for name in ("attn-all", "none"):
+        asked = job(TEXT[:9], "fixed:3", 3)
+        [generation] = run(engine_for(name, compile="on"), [asked])
+        check(generation, reference(name, asked), name)
+
+
 def test_scales_multiply_queries_after_their_phase():
     rope, scale = Rope(head_dim=4), torch.tensor([[1.0, 2.0, 3.0, 4.0]])
     x: Tensor = torch.randn(3, 1, 4)

@@ -170,7 +170,7 @@ def test_resume_is_bit_equal_to_an_unbroken_run(tmp_path: Path):
     ]
 
 
-@pytest.mark.parametrize("other", [{}, {"low_rank": 2, "only": ("adapter*",)}])
+@pytest.mark.parametrize("other", [{}, {"low_rank": 3}, {"low_rank": 2, "only": ("adapter*",)}])
 def test_resuming_with_other_factors_is_refused(tmp_path: Path, other):
     make_trainer(tmp_path, steps=2, low_rank=2).run()
     with pytest.raises(CheckpointError, match="other low-rank factors"):

@@ -127,7 +127,9 @@ def rope_bases(fields: Fields, kinds: list[str]) -> dict[str, float]:
             raise CheckpointError(f"config.json has layers of {kind!r} but no {where}")
         inner = Fields(own, "Dory", where)
         inner.only("rope_type", "default")
+        inner.only("partial_rotary_factor", 1.0)
         bases[kind] = inner.number("rope_theta")
+        inner.close()
     return bases
 
 

@@ -102,7 +102,9 @@ def rope_base(fields: Fields) -> float:
     inner = Fields(table, "Parcae", "config.json rope_settings")
     inner.only("use_rope", True)
     inner.only("rope_condense_ratio", 1)
-    return inner.number("rope_base", default=50_000.0)
+    base = inner.number("rope_base", default=50_000.0)
+    inner.close()
+    return base
 
 
 def value_layers(source: Source, counts: list[int]) -> tuple[int, ...]:
