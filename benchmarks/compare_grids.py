@@ -25,6 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("grids", nargs="+", type=Path)
     parser.add_argument("--text", help="scored in blocks of 1,024 tokens, at K loops")
+    parser.add_argument("--seeds", type=int, help="of each place that are scored; default: all")
     options = parser.parse_args()
     labs = [(folder, read_lab(folder)) for folder in options.grids]
     print(markdown([_place(folder, lab, place) for folder, lab in labs for place in lab.places()]))
@@ -32,7 +33,8 @@ def main() -> None:
     print(markdown([_depths(folder, lab, p) for folder, lab in labs for p in lab.places()]))
     if options.text:
         print()
-        print(markdown([row for folder, lab in labs for row in _text(folder, lab, options.text)]))
+        rows = [_text(folder, lab, options.text, options.seeds) for folder, lab in labs]
+        print(markdown([row for found in rows for row in found]))
 
 
 Place = tuple[str, int, float, list[Run]]
@@ -72,19 +74,18 @@ def _depths(folder: Path, lab: Lab, place: Place) -> dict[str, str]:
     return _key(folder, lab, place) | {f"r={r}": shown.get(f"r={r}", "") for r in DEPTHS}
 
 
-def _text(folder: Path, lab: Lab, text: str) -> Iterable[dict[str, str]]:
+def _text(folder: Path, lab: Lab, text: str, seeds: int | None) -> Iterable[dict[str, str]]:
     documents = list(read_documents([text], ReadOptions(), ReadReport()))
     for place in lab.places():
         _, loops, rate, runs = place
         if loops != lab.loops[-1] or rate != lab.main_rate:
             continue
         found = []
-        for run in runs:
-            if run.survived:
-                checkpoint = load_checkpoint(folder / "cells" / run.record["cell"])
-                model, tokenizer = checkpoint.model, checkpoint.tokenizer
-                scored = perplexity(model, tokenizer, documents, "block", [loops])
-                found.append(scored["by_depth"][loops])
+        for run in [run for run in runs if run.survived][:seeds]:
+            checkpoint = load_checkpoint(folder / "cells" / run.record["cell"])
+            model, tokenizer = checkpoint.model, checkpoint.tokenizer
+            scored = perplexity(model, tokenizer, documents, "block", [loops])
+            found.append(scored["by_depth"][loops])
         yield _key(folder, lab, place) | {
             "perplexity": _spread((f["perplexity"] for f in found), 1),
             "nats per token": _spread((f["nll_nats"] for f in found), 3),
