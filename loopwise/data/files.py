@@ -1,6 +1,7 @@
 """Documents from what people have: text, JSON lines, Parquet, compressed, the hub, or built in.
 
-Sources are files, folders, globs, ``hub:OWNER/NAME[:split]`` and ``builtin:CORPUS[:COUNT]``.
+Sources are files, folders, globs, ``hub:OWNER/NAME[/CONFIG][:split]``, ``builtin:CORPUS[:COUNT]``
+and the names in ``KNOWN``.
 Reading streams: one document is held at a time, whatever the size of the files. Lines end at LF
 or CRLF alone, so that U+2028, U+2029 and vertical tabs stay inside a line; a CRLF is read as LF.
 
@@ -26,6 +27,8 @@ from loopwise.errors import ConfigError, DataError
 __all__ = ["ReadOptions", "ReadReport", "read_documents", "split_held_out"]
 
 FORMATS = (".txt", ".jsonl", ".parquet")
+# Evaluation sets that have a name everybody uses.
+KNOWN = {"wikitext2": "hub:Salesforce/wikitext/wikitext-2-raw-v1:test"}
 BUILTIN_COUNT = 10_000  # documents of a built-in corpus when none are asked for: about 7 MB
 
 
@@ -90,6 +93,8 @@ def _expand(source: str | Path, report: ReadReport) -> list[str | Path]:
         _parse_named(source)
         return [source]
     path = Path(source).expanduser()
+    if str(source) in KNOWN and not path.exists():
+        return [KNOWN[str(source)]]
     if path.is_dir():
         return list(_files_in(path, report))
     if path.exists():
@@ -140,8 +145,8 @@ def _parse_named(source: str) -> tuple[str, str, str]:
             raise DataError(
                 f"{source!r}: {detail!r} is not a number of documents; as in {name}:500"
             )
-    elif name.count("/") != 1 or not all(name.split("/")):
-        raise DataError(f"{source!r} must read hub:OWNER/NAME or hub:OWNER/NAME:split")
+    elif name.count("/") not in (1, 2) or not all(name.split("/")):
+        raise DataError(f"{source!r} must read hub:OWNER/NAME[/CONFIG] or hub:OWNER/NAME:split")
     return kind, name, detail
 
 

@@ -107,10 +107,12 @@ def _check_column(path: Path, arrow: Any, schema: Any, name: str) -> None:
 
 
 def hub_records(name: str, split: str) -> Iterator[Record]:
-    """Rows of a data set of the hub, streamed."""
+    """Rows of a data set of the hub, streamed; ``name`` is ``OWNER/NAME[/CONFIG]``."""
     datasets: Any = require_extra("datasets", "hub", "reading from the hub")
     try:
-        rows = datasets.load_dataset(name, split=split, streaming=True)
+        owner, repository, *config = name.split("/")
+        path = f"{owner}/{repository}"
+        rows = datasets.load_dataset(path, *config, split=split, streaming=True)
         for number, record in enumerate(rows, start=1):
             yield f"row {number}", record
     except Exception as err:  # each layer below (datasets, hub, HTTP) has exceptions of its own

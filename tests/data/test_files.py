@@ -213,19 +213,22 @@ def test_the_hub_streams_and_says_when_it_cannot_be_reached(monkeypatch) -> None
     with pytest.raises(MissingExtraError, match=r"loopwise\[hub\]"):
         read("hub:owner/name")
 
-    def load_dataset(name: str, split: str, streaming: bool):
+    def load_dataset(name: str, config: str = "", *, split: str, streaming: bool):
         assert streaming
-        if name != "owner/name":
+        if name not in ("owner/name", "Salesforce/wikitext"):
             raise ConnectionError("no route")
-        return iter([{"text": f"{split} 1"}, {"text": ""}])
+        return iter([{"text": f"{config}{split} 1"}, {"text": ""}])
 
     fake = types.SimpleNamespace(load_dataset=load_dataset)
     monkeypatch.setitem(sys.modules, "datasets", fake)
     assert read("hub:owner/name")[0] == ["train 1"]
     assert read("hub:owner/name:test")[0] == ["test 1"]
+    assert read("hub:owner/name/part-:test")[0] == ["part-test 1"]
+    assert read("wikitext2")[0] == ["wikitext-2-raw-v1test 1"]
     message = refusal("hub:owner/other")
     assert "the hub cannot be reached" in message and "give the local" in message
     assert "must read hub:OWNER/NAME" in refusal("hub:name")
+    assert "must read hub:OWNER/NAME" in refusal("hub:a/b/c/d")
 
 
 def test_options_are_checked() -> None:
