@@ -40,6 +40,11 @@ class Ticks:
         self.counts = Counts(config.max_depth)
         self._config, self._heard = config, heard
         self._in_step = config.batching != "continuous"
+        # A pass through prelude, coda, head and sampling, in ticks: at few rows every layer costs
+        # about the same, and what is around them about one more. Not timed, so that what runs
+        # together, and with it the rounding of results, is the same in every run.
+        g = runner.model.geometry
+        self._pass_ticks = (g.n_prelude_layers + g.n_coda_layers + 1) / g.n_core_layers
         self._choices: dict[Sequence, Choice] = {}
         self._live: list[Chunk] = []
         self._settled: list[tuple[int, Chunk]] = []  # since which tick
@@ -156,15 +161,15 @@ class Ticks:
         """Whether settled rows had better wait for a pass together with others.
 
         Judged by how deep tokens went so far. Waiting for k ticks is worth it where at least as
-        many are expected to settle by then, and where what stands idle meanwhile is less than half
-        a tick of the rows in the core.
+        many are expected to settle by then, and where what stands idle meanwhile, as a share of a
+        tick, is less than what a pass costs for any number of rows (``_pass_ticks``).
         """
         since = self._settled[0][0]
         left = self._config.coda_delay - (self.scheduler.tick - since)
         waiting = sum(len(c.seats) for _, c in self._settled)
         at = np.bincount(self.table.r[np.concatenate([c.live for c in self._live])])
-        live = int(at.sum())
-        for k in range(1, min(left, live // (2 * waiting)) + 1):
+        worth = int(self._pass_ticks * (waiting + at.sum()) / waiting)
+        for k in range(1, min(left, worth) + 1):
             if self.counts.expected_exits(at, k) >= waiting:
                 return True
         return False
