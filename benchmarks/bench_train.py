@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common import arguments, finish, interleaved, ratios, spread, table
+from benchmarks.common import arguments, finish, interleaved, ratios, short, spread, table
 from loopwise.data import TokenBatch
 from loopwise.models.costs import flops_per_token
 from loopwise.models.looped import LoopedConfig, LoopedModel
@@ -161,8 +161,8 @@ def main() -> None:
     depths = (4, 32)
     memory = {k: {d: fresh_memory(k, d) for d in depths} for k in ("train-2", "infer")}
     growth = {f"memory_{k}_32_over_4": m[32] / m[4] for k, m in memory.items()}
-    table("Training", [{k: _short(v) for k, v in row.items()} for row in speeds])
-    table("Step with diagnostics over one without", [{"ratio": _short(diagnostics)}])
+    table("Training", [short(row) for row in speeds])
+    table("Step with diagnostics over one without", [short({"ratio": diagnostics})])
     table("Memory of one step at depth 32 over depth 4", [growth])
     finish(
         "train",
@@ -175,12 +175,6 @@ def main() -> None:
         },
         options.save,
     )
-
-
-def _short(value: Any) -> Any:
-    if isinstance(value, dict):
-        return f"{value['median']:.3g} [{value['low']:.3g}, {value['high']:.3g}]"
-    return value
 
 
 if __name__ == "__main__":

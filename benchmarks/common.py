@@ -7,18 +7,37 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from loopwise.bench.common import interleaved, keep, ratios, record, spread, table
 
-__all__ = ["arguments", "finish", "interleaved", "ratios", "spread", "table"]
+__all__ = ["arguments", "finish", "interleaved", "parser", "ratios", "short", "spread", "table"]
 RESULTS = Path(__file__).parent / "results"
+torch.set_flush_denormal(True)  # as commands run
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """What every script takes; for those that take more."""
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("--smoke", action="store_true", help="seconds on a CPU: does it run")
+    made.add_argument("--repeats", type=int, default=5)
+    made.add_argument("--save", action="store_true", help="keep the result in benchmarks/results")
+    return made
 
 
 def arguments(description: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--smoke", action="store_true", help="seconds on a CPU: does it run")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results")
-    return parser.parse_args()
+    return parser(description).parse_args()
+
+
+def short(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with each spread as one word: median [low, high]."""
+    return {k: _word(v) for k, v in row.items()}
+
+
+def _word(value: Any) -> Any:
+    if isinstance(value, dict):
+        return f"{value['median']:.3g} [{value['low']:.3g}, {value['high']:.3g}]"
+    return value
 
 
 def finish(name: str, result: dict[str, Any], save: bool) -> None:

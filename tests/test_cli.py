@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from click.testing import Result
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from loopwise.cli import app
+from loopwise.cli.running import command
 from loopwise.measure.trace import Trace
 from loopwise.models.checkpoint import load_checkpoint
 from loopwise.tokenizer import ByteTokenizer
@@ -686,3 +688,12 @@ def test_debug_shows_where_it_happened(tmp_path):
     result = run("generate", tmp_path, "x", "--debug")
     assert result.exit_code != 0
     assert type(result.exception).__name__ == "CheckpointError"
+
+
+def test_denormal_numbers_count_as_zero_while_a_command_runs_and_only_then():
+    def product() -> float:
+        return float(torch.tensor([1e-38]) * torch.tensor([1e-2]))
+
+    with command(as_json=False, debug=False):
+        assert product() == 0
+    assert product() > 0

@@ -211,7 +211,7 @@ def cell_config(cell: Cell, grid: GridConfig, base: RunConfig) -> RunConfig:
 def _judge(prepared: Prepared, loops: int, folder: Path) -> Event:
     """Held-out loss at 1 .. 2K loops and the spectrum of the trained core."""
     model = load_checkpoint(folder).model
-    depths = list(range(1, 2 * loops + 1))
+    depths = list(range(1, max(2 * loops, 32) + 1))
     text = batches(prepared.held_out, 8, _JUDGED_BLOCKS)
     losses = loss_by_depth(model, text, depths)
     some = prepared.held_out.batch(0, min(_SPECTRUM_BLOCKS, prepared.held_out.n_blocks))
