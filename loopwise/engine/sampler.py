@@ -27,6 +27,7 @@ from torch import Tensor
 
 from loopwise.engine.request import LOGPROB_FLOOR, SamplingParams, TopLogprobs
 from loopwise.errors import ConfigError, NonFiniteError, ShapeError
+from loopwise.exits.largest import likeliest
 from loopwise.models.layers import seeded_uniform
 
 # Keeps the draws apart from latent noise, which hashes (seed, position) without it.
@@ -106,7 +107,7 @@ def sample(
     raw = logits.float()
     # Not logsumexp: log_softmax is faster, and its kernel never splits a row between threads.
     log_p = raw.log_softmax(dim=-1)
-    token_ids = raw.argmax(dim=-1)
+    token_ids = likeliest(raw)
     logprobs = log_p.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
     if logprobs.isnan().any():
         raise _broken(raw, logprobs)
@@ -151,7 +152,7 @@ def _choose(
     for row, p, history in zip(x, params, histories, strict=True):
         if p.changes_logits:
             _adjust_(row, p, history)
-    token_ids = x.argmax(dim=-1)
+    token_ids = likeliest(x)
     hot = [i for i, p in enumerate(params) if p.temperature > 0]
     if hot:
         token_ids[hot] = _draw(_distribution(x[hot], [params[i] for i in hot]), u[hot])

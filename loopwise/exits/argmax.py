@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from loopwise.exits.base import ExitPolicy, Observation, Reads, check_ids_fit
+from loopwise.exits.largest import likeliest
 
 
 class ArgmaxChange(ExitPolicy):
@@ -33,14 +34,6 @@ class ArgmaxChange(ExitPolicy):
         Raises:
             ShapeError: logits are missing.
         """
-        best = top_tokens(observation.needed_logits(self.name))[:, :1].float()
+        best = likeliest(observation.needed_logits(self.name)).float().unsqueeze(1)
         changed = (best != memory).float().squeeze(1)
         return changed.masked_fill(observation.first(), float("inf")), best
-
-
-def top_tokens(logits: Tensor) -> Tensor:
-    """Ids of the two largest logits ``(rows, vocab)``, best first: ``(rows, 2)`` int64.
-
-    One column where the vocabulary is one token. Exact ties fall as ``topk`` lets them.
-    """
-    return logits.topk(min(2, logits.shape[-1]), dim=-1).indices

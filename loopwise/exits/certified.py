@@ -11,6 +11,7 @@ from torch import Tensor
 
 from loopwise.errors import ExitError
 from loopwise.exits.base import ExitPolicy, Observation, Reads, Weights
+from loopwise.exits.largest import likeliest
 from loopwise.exits.short_list_kl import centred_rows
 
 _SMALLEST = 1e-30  # in place of zero, which in the memory means that nothing was read yet
@@ -109,7 +110,7 @@ def allowed_distance(logits: Tensor, distances: Tensor, diameter: float) -> Tens
         distances: of each row of the head from some centre, ``(vocab,)``.
         diameter: largest distance between two rows of the head.
     """
-    best = logits.argmax(dim=-1, keepdim=True)
+    best = likeliest(logits).unsqueeze(1)
     gap = logits.gather(1, best) - logits
     apart = (distances[best] + distances).clamp_max(diameter)
     allowed = gap / apart.clamp_min(_SMALLEST)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from loopwise.exits.argmax import top_tokens
 from loopwise.exits.base import ExitPolicy, Observation, Reads
+from loopwise.exits.largest import top_tokens
 
 
 class Margin(ExitPolicy):

@@ -219,7 +219,7 @@ class Scorer:
         for part, target in zip(hidden.split(size), batch.targets[wanted].split(size), strict=True):
             logits = self.model.head(part).float()
             losses.append(F.cross_entropy(logits, target, reduction="none"))
-            likeliest.append(logits.argmax(dim=-1))
+            likeliest.append(likeliest(logits))
         return torch.cat(losses), torch.cat(likeliest)
 
     def _stepwise(self, pieces: Sequence[Piece]) -> list[Score]:

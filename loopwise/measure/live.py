@@ -17,6 +17,7 @@ from loopwise.data import TokenBatch
 from loopwise.data.packing import NO_TARGET
 from loopwise.errors import DataError, ExitError
 from loopwise.exits.base import ExitPolicy, Observation, Output, Reads
+from loopwise.exits.largest import likeliest
 from loopwise.exits.rule import ExitRule, should_exit
 from loopwise.measure.evaluate import check_depths, check_length
 from loopwise.models.base import LoopedLM
@@ -145,4 +146,4 @@ def _run_batch(
 def _score(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     log_p = logits.float().log_softmax(dim=-1)
     loss = -log_p.gather(1, targets.clamp_min(0).unsqueeze(1)).squeeze(1)
-    return loss, log_p.argmax(dim=-1)
+    return loss, likeliest(log_p)

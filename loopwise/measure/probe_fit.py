@@ -14,6 +14,7 @@ from torch import Tensor
 from loopwise.data import TokenBatch
 from loopwise.data.packing import NO_TARGET
 from loopwise.errors import DataError
+from loopwise.exits.largest import likeliest
 from loopwise.exits.probe import Probe
 from loopwise.measure.evaluate import trajectory
 from loopwise.models.base import LoopedLM
@@ -37,7 +38,7 @@ def probe_examples(
         rows = (batch.targets.flatten() != NO_TARGET).nonzero().squeeze(-1)
         kept, argmax = [], []
         for r, latent, view in trajectory(model, batch, horizon):
-            argmax.append(model.coda(latent, r, view).flatten(0, -2)[rows].argmax(dim=-1))
+            argmax.append(likeliest(model.coda(latent, r, view).flatten(0, -2)[rows]))
             if r <= max_depth:
                 kept.append(latent.flatten(0, -2)[rows].float())
         answers = torch.stack(argmax)  # (horizon, rows)

@@ -25,10 +25,10 @@ from loopwise.config import read_json_object
 from loopwise.data import PackedBlocks, TokenBatch
 from loopwise.data.packing import NO_TARGET
 from loopwise.errors import DivergenceError, RunFolderError, TraceError
-from loopwise.exits.argmax import top_tokens
 from loopwise.exits.base import ExitPolicy, Observation, Output, Reads
 from loopwise.exits.entropy import output_entropy
 from loopwise.exits.kl import step_kl
+from loopwise.exits.largest import top_tokens
 from loopwise.exits.latent_change import latent_size, relative_norm
 from loopwise.exits.margin import softmax_margin
 from loopwise.measure.evaluate import check_depths, trajectory
