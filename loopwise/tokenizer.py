@@ -20,21 +20,12 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from loopwise.byte_level import END_OF_TEXT, bos_and_eos, byte_table, parse
 from loopwise.errors import TokenizerError
 
 TOKENIZER_FILE, TRAINING_FILE = "tokenizer.json", "training.json"
-END_OF_TEXT = "<|endoftext|>"
-# The (bos, eos) spellings of published byte-level tokenizers, the first pair present wins.
-BOS_EOS = (
-    (END_OF_TEXT, END_OF_TEXT),
-    ("<|begin_of_text|>", "<|end_of_text|>"),
-    ("<|begin_text|>", "<|end_text|>"),
-    ("<|bos|>", "<|eos|>"),
-    ("<bos>", "<eos>"),
-    ("<s>", "</s>"),
-)
 Span = tuple[int, int]
 
 
@@ -217,13 +208,13 @@ class BPETokenizer(_ByteTable):
 
     def __init__(self, text: str) -> None:
         self._json = text
-        self._inner = _parse(text)
+        self._inner = parse(text)
         added = self._inner.get_added_tokens_decoder()
         specials = {i: token.content for i, token in added.items() if token.special}
         by_name = {name: i for i, name in specials.items()}
         plain = {i: token.content.encode() for i, token in added.items() if not token.special}
-        table = _byte_table(self._inner, specials, plain)
-        super().__init__(table, specials, *_bos_eos(by_name))
+        table = byte_table(self._inner, specials, plain)
+        super().__init__(table, specials, *bos_and_eos(by_name))
         known = {token[0] for token in self._table if len(token) == 1}
         # Published vocabularies may lack bytes their training text never had, and the library
         # then drops the character without a word. C0, C1 and F5.. never occur in UTF-8.
@@ -398,74 +389,3 @@ def _utf8(text: str) -> bytes:
             f"character {err.start} is U+{code:04X}, half of a surrogate pair, which is not text; "
             "take it out"
         ) from err
-
-
-def _parse(text: str) -> tokenizers.Tokenizer:
-    try:
-        inner = tokenizers.Tokenizer.from_str(text)
-    except Exception as err:  # the library raises nothing narrower
-        raise TokenizerError(f"not a tokenizer.json of the tokenizers library: {err}") from err
-    content: dict[str, Any] = json.loads(text)
-    if "ByteLevel" not in _kinds(content.get("decoder")):
-        raise TokenizerError(
-            "the tokenizer is not byte-level, so text would not come back exactly; use a "
-            "byte-level BPE tokenizer.json, 'byte', or train one"
-        )
-    if _prefix_space(content.get("pre_tokenizer")):
-        raise TokenizerError("the tokenizer adds a space before the text (add_prefix_space=true)")
-    inner.encode_special_tokens = True
-    inner.no_padding()
-    inner.no_truncation()
-    # Offsets then cover a token's leading space; our documents add bos and eos themselves.
-    inner.post_processor = processors.ByteLevel(trim_offsets=False)
-    return inner
-
-
-def _parts(part: Any) -> list[dict[str, Any]]:
-    """A decoder or pre-tokenizer and, inside a ``Sequence``, its members."""
-    if not isinstance(part, dict):
-        return []
-    members = part.get("decoders") or part.get("pretokenizers") or []
-    return [part, *members]
-
-
-def _kinds(part: Any) -> set[str]:
-    return {member["type"] for member in _parts(part)}
-
-
-def _prefix_space(part: Any) -> bool:
-    return any(m["type"] == "ByteLevel" and m.get("add_prefix_space") for m in _parts(part))
-
-
-def _bos_eos(ids: dict[str, int]) -> tuple[int, int]:
-    for bos, eos in BOS_EOS:
-        if bos in ids and eos in ids:
-            return ids[bos], ids[eos]
-    pairs = ", ".join(f"{bos} {eos}" for bos, eos in BOS_EOS)
-    found = ", ".join(ids) or "none"
-    raise TokenizerError(f"no known bos and eos among the special tokens: {found}; known: {pairs}")
-
-
-def _byte_table(
-    inner: tokenizers.Tokenizer, specials: dict[int, str], plain: dict[int, bytes]
-) -> list[bytes]:
-    """The bytes of every id; ids that no token uses stand for nothing."""
-    vocab = inner.get_vocab(with_added_tokens=True)
-    table = [b""] * (max(vocab.values()) + 1)
-    to_byte = _byte_of_char()
-    for token, token_id in vocab.items():
-        if token_id in plain:
-            table[token_id] = plain[token_id]
-        elif token_id not in specials:
-            try:
-                table[token_id] = bytes(to_byte[char] for char in token)
-            except KeyError as err:
-                raise TokenizerError(f"token {token!r} is not written in byte-level form") from err
-    return table
-
-
-def _byte_of_char() -> dict[str, int]:
-    """GPT-2's printable stand-ins: printable Latin-1 is itself, the rest counts up from U+0100."""
-    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [value for value in range(256) if value not in own]
-    return {chr(v): v for v in own} | {chr(0x100 + i): v for i, v in enumerate(others)}

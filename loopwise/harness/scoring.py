@@ -24,6 +24,7 @@ from loopwise.engine.kv_policy import parse_kv_policy
 from loopwise.engine.request import SamplingParams
 from loopwise.errors import ExitError
 from loopwise.exits.base import Reads
+from loopwise.exits.largest import likeliest
 from loopwise.exits.rule import ExitRule, build_policy
 from loopwise.measure.evaluate import check_depths, trajectory
 from loopwise.measure.live import run_live
@@ -215,12 +216,12 @@ class Scorer:
         wanted = batch.targets != NO_TARGET
         hidden = self.model.hidden(latent, r, view)[wanted]
         size = max(1, _LOGITS // self.model.geometry.vocab_size)
-        losses, likeliest = [], []
+        losses, answers = [], []
         for part, target in zip(hidden.split(size), batch.targets[wanted].split(size), strict=True):
             logits = self.model.head(part).float()
             losses.append(F.cross_entropy(logits, target, reduction="none"))
-            likeliest.append(likeliest(logits))
-        return torch.cat(losses), torch.cat(likeliest)
+            answers.append(likeliest(logits))
+        return torch.cat(losses), torch.cat(answers)
 
     def _stepwise(self, pieces: Sequence[Piece]) -> list[Score]:
         """Through the engine, whose chunks and steps are part of what other policies mean."""

@@ -20,6 +20,7 @@ from loopwise.models.checkpoint import POINTER
 from loopwise.models.costs import flops_per_token, parameters
 from loopwise.tokenizer import Tokenizer
 from loopwise.train.diagnostics import Diagnostics, gradients_of
+from loopwise.train.estimate import memory_gib
 from loopwise.train.loss import LoopedLoss, LossOn, ObjectiveConfig, Teacher
 from loopwise.train.low_rank import LowRank, factorise, matrices_to_adapt
 from loopwise.train.machine import can_compile, matmul_peak, peak_memory_gib, pick_dtype
@@ -162,10 +163,13 @@ class Trainer:
         peak = matmul_peak(self.model.dtype, self.device)
         flops = self.schedule.average(self.costs.training)
         seconds = flops * self.tokens_per_step * self.config.steps / (0.45 * peak)
+        rows = self.config.seq * self.config.micro_batch
+        through = min(self.depth.backprop_depth, self.schedule.final.quantile(0.99))
+        kept = 1 if self.config.checkpoint_recurrences else through
         return {
             "event": "estimate",
             "parameters": parameters(self.model),
-            "trained_parameters": self._n_trained(),
+            "trained_parameters": self.optimizer.n_learned,
             "low_rank": self.config.low_rank,
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "dtype_reason": self.dtype_reason,
@@ -175,7 +179,7 @@ class Trainer:
             "steps": self.config.steps,
             "tokens": self.tokens_per_step * self.config.steps,
             "time_s": seconds,
-            "memory_gib": self._memory_estimate_gib(),
+            "memory_gib": memory_gib(self.model, self.optimizer, rows, kept),
             "depth": self.schedule.final.describe(),
         }
 
@@ -355,26 +359,6 @@ class Trainer:
             "last_train_loss_nats": self.last_loss if math.isfinite(self.last_loss) else None,
             "skipped_steps": self.skipped,
         }
-
-    def _n_trained(self) -> int:
-        return sum(p.numel() for p in self.optimizer.learned.values())
-
-    def _memory_estimate_gib(self) -> float:
-        """Weights, gradients, masters and optimiser state, plus what back-propagation keeps."""
-        n, params = parameters(self.model), self.optimizer.params
-        size = torch.finfo(self.model.dtype).bits // 8
-        with_gradient = sum(p.numel() for p in params.values() if p.requires_grad)
-        bases = sum(params[name].numel() for name in self.optimizer.factors)
-        state = (n + with_gradient) * (size + 4) + 8 * self._n_trained() + 4 * bases
-        g = self.model.geometry
-        rows = self.config.seq * self.config.micro_batch
-        through = min(self.depth.backprop_depth, self.schedule.final.quantile(0.99))
-        # Measured: about 22 tensors of width d_model are kept per layer and token.
-        per_layer = 22 * g.d_model * size * rows
-        core = 1 if self.config.checkpoint_recurrences else through
-        layers = g.n_prelude_layers + g.n_coda_layers + g.n_core_layers * core
-        logits = rows * g.vocab_size * (4 + size)
-        return (state + per_layer * layers + logits) / 1024**3
 
     def _emit(self, event: Event) -> None:
         self.log.write(event)

@@ -157,6 +157,11 @@ class Optimizer:
             params, lr=lr, betas=betas, eps=self.config.eps, weight_decay=decay
         )
 
+    @property
+    def n_learned(self) -> int:
+        """Numbers that are stepped on."""
+        return sum(p.numel() for p in self.learned.values())
+
     def collect_gradients(self) -> Tensor:
         """Move gradients onto what learns; their global L2 norm before clipping, float32 scalar."""
         for name, p in self.params.items():
