@@ -25,7 +25,8 @@ train engine
 measure
 models exits
 data
-config tokenizer
+config byte_level
+tokenizer
 registry
 errors
 """

@@ -195,15 +195,15 @@ class Scorer:
         self.tally.rows += rows
         self.tally.scored += batch.n_targets
         if self.rule.policy == "fixed":
-            loss, likeliest = self._uniform(batch)
+            loss, argmax = self._uniform(batch)
             self.tally.core_row_steps += rows * self.rule.max_depth
             self.tally.scored_depth += batch.n_targets * self.rule.max_depth
         else:
             live = run_live(self.model, [batch], self.rule, self.policy)
-            loss, likeliest = live.loss, live.argmax
+            loss, argmax = live.loss, live.argmax
             self.tally.core_row_steps += live.core_row_steps
             self.tally.scored_depth += int(live.exit_depth.sum())
-        right = likeliest == batch.targets[batch.targets != NO_TARGET]
+        right = argmax == batch.targets[batch.targets != NO_TARGET]
         sizes = [piece.n_scored for piece in pieces]
         return [
             Score(-float(nll.double().sum()), bool(hit.all()))
