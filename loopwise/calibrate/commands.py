@@ -11,14 +11,15 @@ from loopwise.calibrate.results import make_tiers
 from loopwise.calibrate.running import Calibration
 from loopwise.calibrate.texts import divide, read_fresh_text
 from loopwise.errors import ConfigError, ExitError
-from loopwise.exits import EXITS
+from loopwise.exits import EXITS, needs_fitting
 from loopwise.exits.base import Reads
 from loopwise.exits.rule import ExitRule, build_policy
 from loopwise.measure.evaluate import check_depths
 from loopwise.measure.tiers import tiers_of, write_tiers
-from loopwise.models.checkpoint import Checkpoint, load_checkpoint
+from loopwise.models.checkpoint import Checkpoint, load_checkpoint, write_exits
 
-USUAL_RULES = ("latent-change", "latent-kl", "second-difference", "kl")
+# Those that cost next to nothing to check; `kl` takes longer to judge than all of them and loses.
+USUAL_RULES = ("latent-kl", "latent-change", "second-difference")
 
 
 def calibrate_command(
@@ -50,7 +51,10 @@ def calibrate_command(
     convergence = run.watch()
     if not convergence["converges"] and not options.force:
         rules = []
+    run.fit_missing(rules)
     tiers = make_tiers(run, run.judge(rules), convergence, text)
+    if run.checkpoint is not checkpoint:  # with rules fitted on the way
+        checkpoint = write_exits(checkpoint, run.checkpoint.exits)
     checkpoint = write_tiers(checkpoint, tiers)
     return {
         "exits": str(checkpoint.path / "exits.json"),
@@ -62,10 +66,11 @@ def calibrate_command(
 def choose_rules(
     checkpoint: Checkpoint, options: CalibrateOptions, full: int, emit: Emit
 ) -> list[ExitRule]:
-    """The rules that compete, thresholds open.
+    """The rules that compete, thresholds open; where none is fitted yet, they will be.
 
     Raises:
-        ExitError: a name that is unknown, decides nothing live, or is not fitted.
+        ExitError: a name that is unknown, decides nothing live, is not fitted while others are,
+            or does not fit the model.
     """
     fitted = checkpoint.fitted_policies()
     rules = []
@@ -80,6 +85,9 @@ def choose_rules(
         rule = ExitRule(
             policy=name, min_depth=options.min_depth, max_depth=full, patience=options.patience
         )
+        if needs_fitting(name) and not fitted:
+            rules.append(rule)
+            continue
         try:
             build_policy(rule, fitted, checkpoint.model)
         except ExitError as err:

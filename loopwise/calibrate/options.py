@@ -22,7 +22,7 @@ class CalibrateOptions:
     Attributes:
         budgets: nats above full depth, one for each tier.
         names: of the tiers; by default by the number of budgets.
-        rules: exit policies that compete; by default the cheap ones and ``kl``, where fitted.
+        rules: exit policies that compete; by default the cheap ones.
         depth: full depth, which budgets are counted from; by default the training mean.
         min_depth, patience: of every rule.
         confidence: that a tier keeps its budget, each tier by itself.

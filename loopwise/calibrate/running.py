@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from loopwise.calibrate.options import CalibrateOptions, Emit, Event, progress, warning
 from loopwise.calibrate.texts import Split
 from loopwise.errors import DivergenceError
+from loopwise.exits import needs_fitting
 from loopwise.exits.base import ExitPolicy
 from loopwise.exits.rule import ExitRule, build_policy
 from loopwise.measure.calibrate import (
@@ -30,6 +31,7 @@ from loopwise.measure.statistics import mean_with_interval
 from loopwise.measure.units import Units, trace_units
 from loopwise.models.checkpoint import Checkpoint
 from loopwise.models.costs import flops_per_token
+from loopwise.study.measuring import fit_policy
 
 Columns = dict[str, NDArray[np.float32]]
 
@@ -89,6 +91,28 @@ class Calibration:
             )
             self.emit(warning(text))
         return found
+
+    def fit_missing(self, rules: list[ExitRule]) -> None:
+        """Fit the rules that need it on the units that propose, if none was fitted before.
+
+        The checkpoint knows them from then on; nothing is stored yet.
+        """
+        fitted = self.checkpoint.fitted_policies()
+        missing = [rule.policy for rule in rules if needs_fitting(rule.policy)]
+        if fitted or not missing:
+            return
+        limit = self.model.geometry.max_depth
+        horizon = min(2 * self.full, limit or 2 * self.full)
+        states = {}
+        for name in missing:
+            self.emit(progress(f"fitting {name}", 0, 1))
+            parts = self.split.proposing.batches
+            states[name] = fit_policy(name, self.checkpoint, parts, horizon)
+            self.emit(progress(f"fitting {name}", 1, 1))
+        fitted_on = list(self.split.proposing_documents)
+        of = {"weights_hash": self.checkpoint.weights_hash}
+        exits = {**of, "policies": states, "fitted_on": fitted_on}
+        self.checkpoint = replace(self.checkpoint, exits=exits)
 
     def judge(self, rules: list[ExitRule]) -> dict[str, Verdict]:
         """Every rule's sequence and that of uniform depths, by policy."""

@@ -142,7 +142,8 @@ class Split:
 
     Attributes:
         watched: the first of the proposing units.
-        text_hash: of the documents they come from.
+        proposing_documents: hashes of the documents that propose.
+        text_hash: of all of them.
         unit_tokens: of a unit, at most.
         level: error allowed to each sequence of candidates.
         clip: nats that the excess of a unit counts for, at most.
@@ -151,6 +152,7 @@ class Split:
     watched: Units
     proposing: Units
     judging: Units
+    proposing_documents: tuple[str, ...]
     text_hash: str
     unit_tokens: int
     level: float
@@ -180,6 +182,7 @@ def divide(
         unit_spans(store, [int(document)], seq, options.unit)
         for document in rng.permutation(store.n_documents)
     ]
+    assert store.n_documents == len(text.documents), "blank ones were skipped when they were read"
     proposing, judging = _part(spans)
     if len(judging) < needed:
         raise DataError(_too_short(text, store, options, sum(map(len, spans)), seq, needed, needs))
@@ -188,6 +191,9 @@ def divide(
         watched=Units.of(store, proposing[:_WATCHED]),
         proposing=Units.of(store, proposing),
         judging=Units.of(store, [judging[i] for i in chosen]),
+        proposing_documents=tuple(
+            document_hash(text.documents[i]) for i in sorted({s.document for s in proposing})
+        ),
         text_hash=store.text_hash,
         unit_tokens=seq,
         level=level,

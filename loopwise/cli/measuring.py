@@ -32,7 +32,11 @@ def measure(
     debug: DebugOption = False,
 ) -> None:
     """Trace every token of --data at every recurrence; fits exit rules on its first part."""
-    with command(as_json, debug) as (display, answer):
+
+    def kept() -> str:
+        return "finished traces and fitted rules are kept; run it again with --data of what is left"
+
+    with command(as_json, debug, kept) as (display, answer):
         from loopwise.study import measure_command
 
         settings = settings_table(None, config, set_, data, None, None)
@@ -81,8 +85,8 @@ def calibrate(
         str | None,
         typer.Option(
             "--rules",
-            help="Comma list of exit rules to compare. "
-            "Default: latent-change,latent-kl,second-difference,kl, where fitted.",
+            help="Comma list of exit rules to compare; fitted on the way where none is. "
+            "Default: latent-kl,latent-change,second-difference.",
         ),
     ] = None,
     depth: Annotated[

@@ -173,12 +173,22 @@ def test_the_same_seed_gives_the_same_tiers_and_another_divides_differently(a_ru
     assert other["tiers"]["balanced"]["risk"] != again[0]["tiers"]["balanced"]["risk"]
 
 
-def test_rules_that_are_not_fitted_are_left_out_unless_asked_for(a_run, fresh):
+def test_rules_are_fitted_on_the_text_that_proposes_where_none_was_fitted(a_run, fresh):
     result = calibrate(a_run, fresh, "--budget", "5", "--force")
-    assert "latent-kl does not compete" in result.stderr
     (tier,) = answer(result)["tiers"].values()
-    assert set(tier["candidates"]) == {"latent-change", "second-difference", "kl"}
-    refused(calibrate(a_run, fresh, "--rules", "latent-kl"), "must be fitted")
+    assert set(tier["candidates"]) == {"latent-kl", "latent-change", "second-difference"}
+    stored = exits_of(a_run)
+    assert set(stored["policies"]) == {"latent-kl"} and stored["fitted_on"]
+    assert run("generate", a_run, "T", "--exit", "latent-kl:0.1", "--max-tokens", 1).exit_code == 0
+    # What it was fitted on judges nothing from then on, and nothing is fitted beside it.
+    left_out = answer(calibrate(a_run, fresh, "--budget", "5", *CHEAP))["tiers"]["balanced"]
+    assert left_out["data"]["left_out"]["exit rules were fitted on"] == len(stored["fitted_on"])
+    refused(calibrate(a_run, fresh, "--rules", "probe"), "must be fitted")
+
+
+def test_a_fit_that_leads_to_no_tier_is_not_stored(a_run, fresh):
+    refused(calibrate(a_run, fresh, "--budget", "1e-9", "--confidence", "0.5", "--force"))
+    assert not (a_run / "exits.json").exists() and not list(a_run.rglob("exits.json"))
 
 
 def test_a_model_that_does_not_converge_is_offered_uniform_depth_alone(a_run, fresh, monkeypatch):
@@ -281,7 +291,7 @@ def test_a_budget_that_nothing_meets_names_the_closest_and_stores_nothing(a_run,
         (["--rules", "latnt-change"], ["did you mean 'latent-change'"]),
         (["--rules", "oracle"], ["later recurrences"]),
         (["--rules", "fixed"], ["always competes"]),
-        (["--rules", "probe"], ["must be fitted"]),
+        (["--rules", "gate"], ["gate"]),
         (["--confidence", "1"], ["--confidence 1", "between 0 and 1"]),
         (["--confidence", "95"], ["--confidence 95"]),
         (["--budget", "1e308"], ["--budget 1e+308", "at most 100"]),
