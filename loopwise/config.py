@@ -15,6 +15,7 @@ import tomllib
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +29,14 @@ def cache_root() -> Path:
     """Where what can be made again is kept between runs."""
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path.home() / ".cache") / "loopwise"
+
+
+def preset_names() -> list[str]:
+    """The settings that come with the package, by name; torch is not needed to know them."""
+    folder = resources.files("loopwise") / "presets"
+    return sorted(
+        f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml")
+    )
 
 
 def from_table(

@@ -11,6 +11,7 @@ LoopwiseError                one line for a person: what, the value, what is all
 ├── CheckpointError          a checkpoint that is missing, broken, foreign or newer
 ├── TraceError               a trace that is missing, broken or of another checkpoint
 ├── RunFolderError           an output folder that holds something else
+├── WriteError               a place that cannot be written: full, missing, not ours
 ├── DivergenceError          a latent that grows without bound over the recurrences
 ├── NonFiniteError           a loss or a gradient that is not a number
 └── MissingExtraError        an optional dependency that is not installed
@@ -64,6 +65,10 @@ class TraceError(LoopwiseError):
 
 class RunFolderError(LoopwiseError):
     """An output folder already holds another run."""
+
+
+class WriteError(LoopwiseError):
+    """The disk refuses a file or a folder."""
 
 
 class DivergenceError(LoopwiseError):

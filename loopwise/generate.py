@@ -18,6 +18,7 @@ from loopwise.exits.rule import ExitRule, parse_rule
 from loopwise.measure.tiers import named_rule, why_not_promised
 from loopwise.models.checkpoint import Checkpoint, load_checkpoint
 from loopwise.tokenizer import Tokenizer
+from loopwise.writing import append_line
 
 # From settled at once to still moving; readable on dark and light terminals.
 _SHADES = ("#2a9d8f", "#6a994e", "#c9a227", "#e76f51", "#c1121f")
@@ -114,30 +115,26 @@ def _many(
     source, out = options.prompts, options.out
     assert source is not None and out is not None, "checked by the caller"
     prompts = list(read_prompts(source))
-    head = json.dumps({"settings": settings}) + "\n"
+    head = json.dumps({"settings": settings})
     done = _done(out, options.resume, prompts, head)
     running: dict[Request, int] = {
         engine.submit(prompt, params): i for i, prompt in enumerate(prompts) if i not in done
     }
     if not out.exists():  # after all prompts have been taken
-        out.write_text(head, encoding="utf-8")
+        append_line(out, head)
     tokens, failed = 0, []
-    with out.open("a", encoding="utf-8") as file:
-        while running:
-            engine.step()
-            for request in [r for r in running if r.finished]:
-                index = running.pop(request)
-                answer = request.generation()
-                if answer.error is not None:  # no line: --resume tries it again
-                    failed.append(f"prompt {index}: {answer.error}")
-                    continue
-                tokens += sum(len(c.token_ids) for c in answer.completions)
-                line = json.dumps(_record(index, prompts[index], answer), ensure_ascii=False)
-                file.write(line + "\n")
-                file.flush()
-                console.print(
-                    f"{len(prompts) - len(running)}/{len(prompts)} prompts", highlight=False
-                )
+    while running:
+        engine.step()
+        for request in [r for r in running if r.finished]:
+            index = running.pop(request)
+            answer = request.generation()
+            if answer.error is not None:  # no line: --resume tries it again
+                failed.append(f"prompt {index}: {answer.error}")
+                continue
+            tokens += sum(len(c.token_ids) for c in answer.completions)
+            record = _record(index, prompts[index], answer)
+            append_line(out, json.dumps(record, ensure_ascii=False))
+            console.print(f"{len(prompts) - len(running)}/{len(prompts)} prompts", highlight=False)
     if failed:
         raise EngineError(
             f"{len(failed)} of {len(prompts)} prompts failed, the others are in {str(out)!r}; "
@@ -200,7 +197,7 @@ def _done(out: Path, resume: bool, prompts: list[str], head: str) -> set[int]:
     if not resume:
         raise RunFolderError(f"{str(out)!r} exists already; add --resume or choose another name")
     whole = out.read_bytes()
-    if head.encode().startswith(whole):  # killed before the first answer
+    if f"{head}\n".encode().startswith(whole):  # killed before the first answer
         out.unlink()
         return set()
     kept = whole[: whole.rfind(b"\n") + 1]

@@ -9,7 +9,15 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from loopwise.config import check_choices, from_table, merge, parse_overrides, read_toml, to_table
+from loopwise.config import (
+    check_choices,
+    from_table,
+    merge,
+    parse_overrides,
+    preset_names,
+    read_toml,
+    to_table,
+)
 from loopwise.data import ReadOptions
 from loopwise.errors import ConfigError, ExitError
 from loopwise.exits import EXITS
@@ -150,13 +158,6 @@ class RunConfig:
         model_class = MODELS[self.architecture]
         table = {**self.model, "vocab_size": vocab_size}
         return from_table(model_class.config_class, table, "model.", root=RunConfig)
-
-
-def preset_names() -> list[str]:
-    folder = resources.files("loopwise") / "presets"
-    return sorted(
-        f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml")
-    )
 
 
 def explicit_table(

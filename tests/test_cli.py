@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from loopwise.cli import app
 from loopwise.cli.running import command
 from loopwise.measure.trace import Trace
 from loopwise.models.checkpoint import load_checkpoint
+from loopwise.study import commands
 from loopwise.tokenizer import ByteTokenizer
+from tests.conftest import full_disk
 
 TINY_RUN = [
     "tokenizer.kind=byte",
@@ -391,6 +394,43 @@ def test_held_out_text_too_small_to_measure_is_refused_before_training(tmp_path)
     assert not out.exists(), "the whole training ran before the refusal"
 
 
+def test_held_out_text_that_is_learned_from_is_said(tmp_path):
+    """It ran without a word, and what it measured was training text."""
+    pieces = [f"the cat number {n} sat on the mat. " * 12 for n in range(6)]
+    text, other, out = tmp_path / "a.txt", tmp_path / "b.txt", tmp_path / "out"
+    text.write_text("\n<|endoftext|>\n".join(pieces))
+    other.write_text("\n<|endoftext|>\n".join([*pieces[:2], "a dog ran. " * 30]))
+    arguments = ("--data", text, *sets(*TINY_RUN), "--out", out)
+    result = run("train", *arguments, "--held-out", other)
+    warnings = [x for x in result.stderr.splitlines() if x.startswith("warning:")]
+    assert (
+        len(warnings) == 1 and "2 of 3 held-out documents are in the training text" in warnings[0]
+    )
+    data = load_checkpoint(out).training["data"]
+    assert data["held_out_documents_learned_from"] == 2
+    shutil.rmtree(out)
+    assert "warning:" not in run("train", *arguments).stderr
+
+
+@pytest.mark.parametrize("way", ["data.read.split=blank-line", "data.read.max_document_chars="])
+def test_text_without_separators_is_cut_as_the_message_says(tmp_path, way):
+    text, out = tmp_path / "stories.txt", tmp_path / "out"
+    text.write_text("\n\n".join(["the cat sat on the mat. " * 20] * 6))
+    command = ["train", "--data", text, *sets(*TINY_RUN), "--out", out]
+    result = run(*command)
+    refused(result, "cannot be split", way)
+    typed = next(x for x in result.stderr.split() if x.startswith(way))
+    assert run(*command, "--set", typed).exit_code == 0
+
+
+def test_bytes_that_are_not_utf8_are_taken_as_the_message_says(tmp_path):
+    text, out = tmp_path / "latin.txt", tmp_path / "out"
+    text.write_bytes("\n<|endoftext|>\n".join(["Käse und Brot. " * 20] * 6).encode("latin-1"))
+    command = ["train", "--data", text, *sets(*TINY_RUN), "--out", out]
+    refused(run(*command), "--set data.read.encoding_errors=replace")
+    assert run(*command, "--set", "data.read.encoding_errors=replace").exit_code == 0
+
+
 def test_data_can_be_mended_and_the_same_command_run_again(tmp_path):
     """What a refused command leaves must not be in the way of the next."""
     text, out = tmp_path / "a.txt", tmp_path / "out"
@@ -435,6 +475,7 @@ def test_data_can_be_mended_and_the_same_command_run_again(tmp_path):
         (["--set", "tokenizer.kind={t}/broken.toml"], ["broken.toml"]),
         (["--set", "device=cuda:99"], ["'cuda:99'"]),
         (["--set", "device=toaster"], ["'toaster'"]),
+        (["--set", "model.d_model=1000000"], ["training needs about", "GiB free", "lower model"]),
     ],
     ids=lambda x: " ".join(x)[-40:] if x[0].startswith("--") else "",
 )
@@ -473,6 +514,44 @@ def test_an_out_that_is_a_file_is_left_alone(tmp_path):
     refused(run("train", *sets(*TINY_RUN), "--out", file), "file")
     refused(run("train", *sets(*TINY_RUN), "--out", file / "below"), "below")
     assert file.read_text() == "x"
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="a place nobody can write needs /proc")
+@pytest.mark.parametrize("command", ["study", "train", "stability"])
+def test_a_folder_that_cannot_be_made_is_one_line(command):
+    tiny = [x for x in TINY_RUN if command != "stability" or not x.startswith(("model.", "depth."))]
+    result = run(command, "--data", "builtin:stories:16", *sets(*tiny), "--out", "/proc/nope/run")
+    refused(result, "cannot write '/proc/nope/run'", "No such file or directory", "another place")
+
+
+@pytest.mark.usefixtures("no_plots")
+@pytest.mark.parametrize("name", ["results.json", "traces/stories-16/shard-00000.safetensors"])
+def test_a_disk_that_is_full_after_training_is_one_line_and_resumes(a_run, monkeypatch, name):
+    """Once there is room again the study goes on from what it has."""
+    (a_run / "results.json").unlink()
+    if name.startswith("traces"):
+        shutil.rmtree(a_run / "traces")
+    run_training = commands.train_stage
+
+    def then_full(*args):
+        done = run_training(*args)
+        later.enter_context(full_disk())
+        return done
+
+    with ExitStack() as later, monkeypatch.context() as patch:
+        patch.setattr(commands, "train_stage", then_full)
+        result = run("study", "--out", a_run, "--resume")
+    refused(result, f"cannot write '{a_run / name}'", "free some space")
+    assert load_checkpoint(a_run).training["step"] == 3
+    assert run("study", "--out", a_run, "--resume").exit_code == 0
+    assert (a_run / "results.json").is_file()
+
+
+def test_a_report_that_cannot_be_written_is_one_line(a_run):
+    before = (a_run / "report.html").read_bytes()
+    with full_disk():
+        refused(run("report", a_run), f"cannot write '{a_run}", "free some space")
+    assert (a_run / "report.html").read_bytes() == before
 
 
 @pytest.mark.parametrize("command", ["study", "train"])

@@ -25,9 +25,9 @@ train engine
 measure
 models exits
 data
-config byte_level
-tokenizer
-registry
+config tokenizer
+byte_level
+registry writing
 errors
 """
 LAYER = {name: level for level, line in enumerate(ORDER.split("\n")) for name in line.split()}

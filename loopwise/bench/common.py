@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 import loopwise
+from loopwise.writing import make_folder, write_whole
 
 
 def interleaved(
@@ -70,11 +71,15 @@ def record(name: str, result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keep(result: Mapping[str, Any], folder: Path) -> Path:
-    """Write a record by its date, name and hardware."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write a record by its date, name and hardware.
+
+    Raises:
+        WriteError: the disk refuses.
+    """
+    make_folder(folder)
     hardware = result["hardware"].lower().replace(" ", "-")
     path = folder / f"{result['date']}-{result['benchmark']}-{hardware}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(result, indent=1) + "\n")
     return path
 
 

@@ -37,6 +37,7 @@ from loopwise.report.frontier_plots import by_compute
 from loopwise.report.palette import in_order
 from loopwise.study.measuring import block_length
 from loopwise.train.metrics import finite
+from loopwise.writing import make_folder, write_whole, writing
 
 _FIT_TOKENS = 10_000
 _PRICE_REPEATS = 5  # of a check beside a recurrence, for each repeat of the engines
@@ -77,11 +78,16 @@ def bench_exits(path: Path, options: BenchOptions, console: Console) -> dict[str
 
 
 def keep_exits(found: Mapping[str, Any], folder: Path) -> None:
-    """Write ``results.json``, frontiers included, and the picture ``exits.png``."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write ``results.json``, frontiers included, and the picture ``exits.png``.
+
+    Raises:
+        WriteError: the disk refuses.
+    """
+    make_folder(folder)
     text = json.dumps(finite(dict(found)), indent=1, allow_nan=False)
-    (folder / "results.json").write_text(text + "\n", encoding="utf-8")
-    save_png(by_compute(found["frontier"]), folder / "exits.png")
+    write_whole(folder / "results.json", text + "\n")
+    with writing(folder / "exits.png"):
+        save_png(by_compute(found["frontier"]), folder / "exits.png")
 
 
 def _samples(bench: Bench, folder: Path) -> Samples:

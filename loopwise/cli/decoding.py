@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ from loopwise.cli.options import (
     DebugOption,
     JsonOption,
 )
-from loopwise.cli.running import command
+from loopwise.cli.running import command, nothing_kept
 
 
 @app.command()
@@ -45,7 +46,14 @@ def generate(
     debug: DebugOption = False,
 ) -> None:
     """Go on from a prompt, coloured by the depth each token took, or from a file of prompts."""
-    with command(as_json, debug) as (_, answer):
+
+    def kept() -> str:
+        if out is None or not out.is_file():
+            return nothing_kept()
+        where = shlex.quote(str(out))
+        return f"the answers in {where} are kept; go on with --resume --out {where}"
+
+    with command(as_json, debug, kept) as (_, answer):
         from loopwise.engine.request import SamplingParams
         from loopwise.generate import GenerateOptions, generate_command
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from loopwise.config import preset_names
 from loopwise.errors import ConfigError
 
 DataOption = Annotated[
@@ -21,7 +22,9 @@ ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML file o
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", help="One setting, e.g. --set optim.lr=3e-4.")
 ]
-PresetOption = Annotated[str | None, typer.Option("--preset", help="tiny, small or paper-135m.")]
+PresetOption = Annotated[
+    str | None, typer.Option("--preset", help=f"One of: {', '.join(preset_names())}.")
+]
 SeedOption = Annotated[int | None, typer.Option("--seed", help="Seed of everything random.")]
 OutOption = Annotated[Path | None, typer.Option("--out", help="Run folder.")]
 BaselineOption = Annotated[

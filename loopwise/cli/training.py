@@ -23,7 +23,7 @@ from loopwise.cli.options import (
     listed,
     settings_table,
 )
-from loopwise.cli.running import command
+from loopwise.cli.running import command, run_kept
 from loopwise.errors import ConfigError
 
 
@@ -42,12 +42,13 @@ def study(
     debug: DebugOption = False,
 ) -> None:
     """Train, measure how every token converges, allocate depth, report: the whole line."""
-    with command(as_json, debug) as (display, answer):
+    folder = out or Path("runs") / "study"
+    with command(as_json, debug, run_kept(folder)) as (display, answer):
         from loopwise.report import print_summary
         from loopwise.study import run_study
 
         settings = settings_table(preset, config, set_, data, held_out, seed, baseline)
-        made = run_study(settings, out or Path("runs") / "study", display, resume)
+        made = run_study(settings, folder, display, resume)
         display.stop()
         print_summary(made.pop("results"))
         print(f"report: {made['report']}")
@@ -76,7 +77,8 @@ def train(
     debug: DebugOption = False,
 ) -> None:
     """Train a model with random depth; checkpoints and metrics go to --out."""
-    with command(as_json, debug) as (display, answer):
+    folder = out or Path("runs") / "train"
+    with command(as_json, debug, run_kept(folder)) as (display, answer):
         from loopwise.config import merge
         from loopwise.study import train_command
 
@@ -85,7 +87,7 @@ def train(
         settings = settings_table(preset, config, set_, data, held_out, seed, baseline)
         if diagnostics:
             settings = merge(settings, {"train": {"diagnostics": True}})
-        answer(train_command(settings, out or Path("runs") / "train", display, resume, start))
+        answer(train_command(settings, folder, display, resume, start))
 
 
 @app.command()
@@ -111,7 +113,14 @@ def stability(
     debug: DebugOption = False,
 ) -> None:
     """Train a grid of looped variants, see which collapse and why; finished cells are kept."""
-    with command(as_json, debug) as (display, answer):
+    folder = out or Path("runs") / "stability"
+
+    def kept() -> str:
+        if not (folder / "grid.json").is_file():
+            return "nothing was written; run the command again"
+        return f"cells in {str(folder)!r} are kept; run the same command again to go on"
+
+    with command(as_json, debug, kept) as (display, answer):
         from loopwise.report import print_stability, write_stability_report
         from loopwise.study.stability import GridConfig, run_grid
 
@@ -125,7 +134,6 @@ def stability(
             lrs=tuple(listed(lrs, float, "--lrs")) if lrs else (),
             random_depth=random_depth,
         )
-        folder = out or Path("runs") / "stability"
         results = run_grid(asked, grid, folder, display)
         page = write_stability_report(folder)
         display.stop()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -68,8 +69,8 @@ def split_held_out(
     every = list(documents)
     if len(every) < 2:
         raise DataError(
-            f"{len(every)} document cannot be split into training and held-out parts; add text, "
-            "or lower max_document_chars or choose another split so that it becomes several"
+            f"{len(every)} document cannot be split into training and held-out parts; add text"
+            + how_to_cut(every)
         )
     draws = [_draw(seed, index, document.text) for index, document in enumerate(every)]
     wanted = max(sum(draw < fraction for draw in draws), 2 if len(every) > 3 else 1)
@@ -77,6 +78,22 @@ def split_held_out(
     chosen = set(lowest_first[: min(wanted, len(every) - 1)])
     train = [document for index, document in enumerate(every) if index not in chosen]
     return train, [document for index, document in enumerate(every) if index in chosen]
+
+
+def how_to_cut(documents: Sequence[Document]) -> str:
+    """The end of a message: what makes several documents of the only one, where it was read."""
+    path, _, place = documents[0].source.rpartition(": ") if documents else ("", "", "")
+    if not place.startswith(("line ", "row ")):  # made, not read
+        return ""
+    text = documents[0].text.strip()
+    splits = {"blank-line": re.search(r"\n[^\S\n]*\n", text), "line": "\n" in text}
+    of_text = suffixes(Path(path))[0] == ".txt"
+    remedies = [
+        f"--set data.read.split={name}" for name, cuts in splits.items() if cuts and of_text
+    ]
+    if len(text) > 1:
+        remedies.append(f"--set data.read.max_document_chars={(len(text) + 1) // 2}")
+    return f", or cut it with {' or '.join(remedies)}" if remedies else ""
 
 
 def _draw(seed: int, index: int, text: str) -> float:
@@ -164,7 +181,8 @@ def _read_all(
     if report.documents == before:
         raise DataError(
             f"not one document in {', '.join(map(str, sources[:3]))}: {report.summary()}; check "
-            f"text_field={options.text_field!r}, split and encoding_errors"
+            f"--set data.read.text_field={options.text_field}, data.read.split={options.split} and "
+            f"data.read.encoding_errors={options.encoding_errors}"
         )
 
 

@@ -81,7 +81,7 @@ class PackedBlocks:
         if n_inputs < seq:
             raise DataError(
                 f"the corpus has {store.n_tokens} tokens in {store.n_documents} documents, one "
-                f"block needs {seq + 1}; add text or use a seq of at most {n_inputs}"
+                f"block needs {seq + 1}; add text, or train with --set train.seq={n_inputs} at most"
             )
         self.store = store
         self.seq = seq

@@ -80,8 +80,8 @@ def decoded(raw: bytes, where: str, options: ReadOptions, report: ReadReport) ->
             return raw.decode(errors="replace")
         raise DataError(
             f"{where}: byte 0x{raw[err.start]:02x} at position {err.start + 1} is not UTF-8; "
-            "convert the file (for Windows text: iconv -f WINDOWS-1252 -t UTF-8), or set "
-            "encoding_errors to 'replace' or 'skip'"
+            "convert the file (for Windows text: iconv -f WINDOWS-1252 -t UTF-8), or add "
+            "--set data.read.encoding_errors=replace (or skip)"
         ) from err
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,8 @@ def record_documents(
         if not isinstance(value, bytes):
             raise DataError(
                 f"{source}: {where}: field {options.text_field!r} holds "
-                f"{type(value).__name__}, not text; choose another text_field"
+                f"{type(value).__name__}, not text; choose another with "
+                "--set data.read.text_field=NAME"
             )
         text = decoded(value, f"{source}: {where}", options, report)
         if text is None:
@@ -97,12 +100,16 @@ def parquet_records(path: Path, options: ReadOptions) -> Iterator[Record]:
 def _check_column(path: Path, arrow: Any, schema: Any, name: str) -> None:
     if name not in schema.names:
         known = ", ".join(schema.names)
-        raise DataError(f"{path}: no column {name!r}; set text_field to one of: {known}")
+        raise DataError(
+            f"{path}: no column {name!r}; choose another with --set data.read.text_field=NAME, one "
+            f"of: {known}"
+        )
     kind = schema.field(name).type
     plain = kind.value_type if arrow.types.is_dictionary(kind) else kind
     if not (arrow.types.is_string(plain) or arrow.types.is_large_string(plain)):
         raise DataError(
-            f"{path}: column {name!r} holds {kind}, not text; choose another text_field"
+            f"{path}: column {name!r} holds {kind}, not text; choose another with "
+            "--set data.read.text_field=NAME"
         )
 
 
@@ -112,11 +119,27 @@ def hub_records(name: str, split: str) -> Iterator[Record]:
     try:
         owner, repository, *config = name.split("/")
         path = f"{owner}/{repository}"
-        rows = datasets.load_dataset(path, *config, split=split, streaming=True)
-        for number, record in enumerate(rows, start=1):
+        with _quiet("huggingface_hub", "datasets"):
+            rows = iter(datasets.load_dataset(path, *config, split=split, streaming=True))
+            first = list(itertools.islice(rows, 1))
+        for number, record in enumerate(itertools.chain(first, rows), start=1):
             yield f"row {number}", record
     except Exception as err:  # each layer below (datasets, hub, HTTP) has exceptions of its own
         raise DataError(
             f"cannot read hub:{name}:{split} ({type(err).__name__}: {err}); if the hub cannot be "
             "reached from here, download the data and give the local .parquet or .jsonl file"
         ) from err
+
+
+@contextmanager
+def _quiet(*names: str) -> Iterator[None]:
+    """Loggers held to errors: what they retry and then give up on is told once, by us."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from loopwise.data.documents import Document
-from loopwise.errors import DataError, TokenizerError
+from loopwise.errors import DataError, TokenizerError, WriteError
 from loopwise.tokenizer import Tokenizer
+from loopwise.writing import make_folder, writing
 
 FORMAT_VERSION = 1  # of the token files; raise it when their bytes change meaning
 _BATCH_CHARS = 1 << 20  # text tokenised in one call
@@ -95,6 +96,7 @@ def load_or_tokenize(
         cache_dir: holds one folder per text and tokenizer; made if missing.
     Raises:
         DataError: no document, text that changed between two reads, or a damaged cache.
+        WriteError: the disk refuses the token files.
     """
     digest = hashlib.sha256()
     for document in documents_factory():
@@ -185,12 +187,14 @@ def _token_hops(
 def _write(
     documents: Iterable[Document], tokenizer: Tokenizer, folder: Path, text_hash: str
 ) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    make_folder(folder.parent)
+    with writing(folder):
+        aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        _write_files(documents, tokenizer, aside, text_hash)
-        os.rename(aside, folder)
-    except OSError:
+        with writing(folder):
+            _write_files(documents, tokenizer, aside, text_hash)
+            os.rename(aside, folder)
+    except WriteError:
         # Another process may have finished the same tokens first, which serves as well.
         if not (folder / "meta.json").exists():
             raise

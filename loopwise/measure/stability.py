@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,9 +83,9 @@ class CollapseWatch:
                 )
         return None
 
-    def see_latents(self, step: int, norms: Sequence[float]) -> str | None:
-        """The reason for collapse after this step's latent norms per recurrence, or None."""
-        for r, norm in enumerate(norms, start=1):
+    def see_latents(self, step: int, norms: Mapping[int, float]) -> str | None:
+        """The reason for collapse after this step's latent norms by recurrence, or None."""
+        for r, norm in sorted(norms.items()):
             rms = norm / math.sqrt(self.d_model)
             if not rms <= self.rule.max_latent_rms:
                 return (

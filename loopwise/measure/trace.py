@@ -34,6 +34,7 @@ from loopwise.exits.margin import softmax_margin
 from loopwise.measure.evaluate import check_depths, trajectory
 from loopwise.models.base import LoopedLM
 from loopwise.models.layers import row_seeds, seeded_uniform
+from loopwise.writing import make_folder, write_whole, writing
 
 FORMAT = "loopwise-trace"
 VERSION = 1
@@ -154,6 +155,7 @@ def write_trace(
     Raises:
         DepthError: a horizon the model cannot run.
         RunFolderError: the folder exists and is not an unfinished trace.
+        WriteError: the disk refuses; what was written stays an unfinished trace.
     """
     check_depths(model, [horizon])
     if (folder / "trace.json").exists():
@@ -185,9 +187,7 @@ def write_trace(
         "policies": [p.name for p in policies],
         **shards.finish(),
     }
-    aside = folder / ".trace.json"
-    aside.write_text(json.dumps(header, indent=2), encoding="utf-8")
-    aside.replace(folder / "trace.json")
+    write_whole(folder / "trace.json", json.dumps(header, indent=2))
     return Trace(folder)
 
 
@@ -335,7 +335,7 @@ def _claim(folder: Path) -> None:
             "choose another folder for the traces"
         )
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    make_folder(folder)
 
 
 def _token_columns(batch: TokenBatch, first_block: int) -> dict[str, Tensor]:
@@ -377,7 +377,8 @@ class _Shards:
     def _write(self) -> None:
         name = f"shard-{len(self.names):05d}.safetensors"
         merged = {k: torch.cat([c[k] for c in self._waiting]) for k in self._waiting[0]}
-        save_file(merged, self.folder / name)
+        with writing(self.folder / name):
+            save_file(merged, self.folder / name)
         self.names.append(name)
         self.n_tokens += self._rows
         self._waiting, self._rows = [], 0

@@ -26,6 +26,7 @@ from loopwise.errors import CheckpointError, ExitError, TokenizerError
 from loopwise.models import MODELS
 from loopwise.models.base import LoopedLM
 from loopwise.tokenizer import TOKENIZER_FILE, TRAINING_FILE, Tokenizer, load_tokenizer
+from loopwise.writing import writing
 
 FORMAT = "loopwise-checkpoint"
 VERSION = 1
@@ -157,12 +158,17 @@ def save_checkpoint(
 
 
 def point_to(folder: Path, name: str) -> None:
-    """Make ``folder/latest`` name the newest checkpoint, in one atomic move."""
+    """Make ``folder/latest`` name the newest checkpoint, in one atomic move.
+
+    Raises:
+        WriteError: the disk refuses; it names the one before.
+    """
     aside = folder / f".{POINTER}"
-    aside.write_text(name + "\n", encoding="utf-8")
-    _flush(aside)
-    aside.replace(folder / POINTER)
-    _flush(folder)
+    with writing(folder / POINTER):
+        aside.write_text(name + "\n", encoding="utf-8")
+        _flush(aside)
+        aside.replace(folder / POINTER)
+        _flush(folder)
 
 
 def resolve(path: Path) -> Path:
@@ -278,12 +284,15 @@ def write_exits(checkpoint: Checkpoint, exits: dict[str, Any]) -> Checkpoint:
 
     Returns:
         The checkpoint with them.
+    Raises:
+        WriteError: the disk refuses; what was stored before stays.
     """
     exits = {**exits, "weights_hash": checkpoint.weights_hash}
     aside = checkpoint.path / ".exits.json"
-    _write_json(aside, exits)
-    _flush(aside)
-    aside.replace(checkpoint.path / "exits.json")
+    with writing(checkpoint.path / "exits.json"):
+        _write_json(aside, exits)
+        _flush(aside)
+        aside.replace(checkpoint.path / "exits.json")
     return replace(checkpoint, exits=exits)
 
 

@@ -14,6 +14,7 @@ from loopwise.report.draw import save_png, to_svg
 from loopwise.report.markup import Html, figure, join
 from loopwise.report.palette import css_variables
 from loopwise.train.metrics import read_metrics
+from loopwise.writing import make_folder, write_whole, writing
 
 
 def write_report(run: Path) -> Path:
@@ -23,6 +24,7 @@ def write_report(run: Path) -> Path:
         The path of the page.
     Raises:
         RunFolderError: the folder holds no valid ``results.json``.
+        WriteError: the disk refuses.
     """
     results = facts.read_results(run)
     metrics = run / "metrics.jsonl"
@@ -38,10 +40,11 @@ def write_page(folder: Path, title: str, body: list[Html], css: str = "") -> Pat
 
     Args:
         css: rules of this page, after the shared ones.
+    Raises:
+        WriteError: the disk refuses.
     """
-    page, aside = folder / "report.html", folder / ".report.html"
-    aside.write_text(_document(title, body, css), encoding="utf-8")
-    aside.replace(page)
+    page = folder / "report.html"
+    write_whole(page, _document(title, body, css))
     return page
 
 
@@ -58,14 +61,17 @@ class Gallery:
         Args:
             name: of the file, unique on the page; made safe for a file name.
             caption: what it shows and how it was computed.
+        Raises:
+            WriteError: the disk refuses.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         safe = re.sub(r"[^\w-]+", "-", name)
         self.names.append(safe)
         path = self.folder / f"{safe}.png"
         aside = self.folder / f".{safe}.png"
-        save_png(drawing, aside)
-        aside.replace(path)
+        with writing(path):
+            save_png(drawing, aside)
+            aside.replace(path)
         return figure(Html(to_svg(drawing, safe, caption)), caption)
 
 

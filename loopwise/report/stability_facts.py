@@ -226,8 +226,8 @@ def _read_run(record: dict[str, Any], log: Path | None, steps: int) -> Run:
 
     def columns(key: str) -> Array:
         names = list(dict.fromkeys(name for e in diagnostics for name in e.get(key, {})))
-        if all(name.isdigit() for name in names):
-            names.sort(key=int)
+        if all(name.isdigit() for name in names):  # recurrences, each in its own column
+            names = [str(r) for r in range(1, max(map(int, names), default=0) + 1)]
         last = max((e["step"] for e in diagnostics), default=0)
         out = np.full((max(steps, last), len(names)), np.nan)
         for e in diagnostics:

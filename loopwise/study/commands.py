@@ -25,10 +25,19 @@ from loopwise.settings import (
     resolved_table,
 )
 from loopwise.study.allocating import frontier_stage
+from loopwise.study.folders import require_free
 from loopwise.study.measuring import fit_stage, measure_stage, plan_corpora
 from loopwise.study.results import collect_results, write_results
 from loopwise.study.texts import read_corpora, read_texts
-from loopwise.study.training import Prepared, prepare, settings_from, train_stage
+from loopwise.study.training import (
+    Prepared,
+    check_memory,
+    prepare,
+    settings_from,
+    train_stage,
+    warn_of_shared,
+)
+from loopwise.writing import make_folder, write_whole
 
 Event = dict[str, Any]
 Asked = dict[str, Any]
@@ -43,7 +52,7 @@ def run_study(asked: Asked, folder: Path, emit: Emit, resume: bool = False) -> E
     Returns:
         The paths of what was made, and the results.
     """
-    prepared = _begin(asked, folder, resume, to_measure=True)
+    prepared = _begin(asked, folder, emit, resume, to_measure=True)
     config = prepared.config
     train_stage(prepared, folder, emit, resume)
     checkpoint = _load(folder, config.measure)
@@ -73,7 +82,8 @@ def train_command(
     """``loopwise train``; ``start`` is a checkpoint to go on from."""
     if start is not None:
         asked = settings_from(asked, start)
-    return train_stage(_begin(asked, folder, resume, to_measure=False), folder, emit, resume)
+    prepared = _begin(asked, folder, emit, resume, to_measure=False)
+    return train_stage(prepared, folder, emit, resume)
 
 
 def measure_command(
@@ -149,14 +159,21 @@ def perplexity_command(
     return out
 
 
-def _begin(asked: Asked, folder: Path, resume: bool, *, to_measure: bool) -> Prepared:
-    """Read everything a run needs, refuse what can be refused, then claim the folder."""
+def _begin(asked: Asked, folder: Path, emit: Emit, resume: bool, *, to_measure: bool) -> Prepared:
+    """Read everything a run needs, refuse what can be refused, then claim the folder.
+
+    Raises:
+        ConfigError: settings that cannot be run, here or at all.
+        RunFolderError: the folder holds something else, or no run to resume.
+        WriteError: it cannot be made.
+    """
     if resume:
         config = _stored_config(folder, asked)
         tokenizer_folder: Path | None = folder
     else:
         config, tokenizer_folder = build_config(asked), None
-        _require_free(folder)
+        require_free(folder, "go on with --resume or choose another name with --out")
+        check_memory(config)
     prepared = prepare(config, tokenizer_folder)
     if to_measure:
         depth_limit = config.model_config(config.tokenizer.vocab_size).geometry.max_depth
@@ -169,24 +186,11 @@ def _begin(asked: Asked, folder: Path, resume: bool, *, to_measure: bool) -> Pre
             None if to_fit else [],
         )
     if not resume:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         table = {"loopwise": loopwise.__version__, "settings": resolved_table(config)}
-        text = json.dumps(table, indent=2) + "\n"
-        (folder / "config.json").write_text(text, encoding="utf-8")
+        write_whole(folder / "config.json", json.dumps(table, indent=2) + "\n")
+    warn_of_shared(prepared, emit)
     return prepared
-
-
-def _require_free(folder: Path) -> None:
-    """Refuse an output folder that holds anything, or cannot be made."""
-    above = next(p for p in (folder, *folder.parents) if p.exists())
-    if not above.is_dir():
-        raise RunFolderError(
-            f"cannot make {str(folder)!r}: {str(above)!r} is a file; choose another name with --out"
-        )
-    if folder.exists() and any(folder.iterdir()):
-        raise RunFolderError(
-            f"{str(folder)!r} is not empty; go on with --resume or choose another name with --out"
-        )
 
 
 def _stored_config(folder: Path, asked: Asked) -> RunConfig:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from loopwise.data import Document, PackedBlocks, TokenBatch, load_or_tokenize
+from loopwise.data.files import how_to_cut
 from loopwise.errors import DataError
 from loopwise.exits import EXITS, needs_fitting
 from loopwise.exits.base import ExitPolicy, Reads
@@ -255,7 +256,7 @@ def _first_documents(
     if len(documents) < 2:
         raise DataError(
             f"{name!r} is one document: too little to fit exit rules on one part and measure on "
-            "another; give more text, or cut it with --set data.read.max_document_chars=2000"
+            "another; give more text" + how_to_cut(documents)
         )
     taken: list[Document] = []
     for document in documents[: len(documents) // 2]:

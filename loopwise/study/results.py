@@ -14,6 +14,7 @@ from loopwise.models.costs import flops_per_token, parameters
 from loopwise.settings import RunConfig, resolved_table
 from loopwise.tokenizer import Tokenizer
 from loopwise.train.metrics import finite
+from loopwise.writing import write_whole
 
 PASSAGE_TOKENS = 160
 
@@ -49,10 +50,13 @@ def collect_results(
 
 
 def write_results(folder: Path, results: dict[str, Any]) -> Path:
-    """Write ``results.json`` in one move; numbers that are not finite become null."""
-    aside, path = folder / ".results.json", folder / "results.json"
-    aside.write_text(json.dumps(finite(results), indent=1, allow_nan=False), encoding="utf-8")
-    aside.replace(path)
+    """Write ``results.json`` in one move; numbers that are not finite become null.
+
+    Raises:
+        WriteError: the disk refuses.
+    """
+    path = folder / "results.json"
+    write_whole(path, json.dumps(finite(results), indent=1, allow_nan=False))
     return path
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,10 +24,13 @@ from loopwise.errors import ConfigError, NonFiniteError, RunFolderError
 from loopwise.measure.evaluate import batches, loss_by_depth
 from loopwise.measure.stability import CollapseRule, CollapseWatch, core_spectrum, unigram_nats
 from loopwise.models.checkpoint import load_checkpoint
-from loopwise.settings import RunConfig, build_config, preset_table, resolved_table
-from loopwise.study.training import Prepared, prepare, train_stage
+from loopwise.settings import RunConfig, build_config, differing, preset_table, resolved_table
+from loopwise.study.folders import require_free
+from loopwise.study.results import write_results
+from loopwise.study.training import Prepared, check_memory, prepare, train_stage, warn_of_shared
 from loopwise.tokenizer import TOKENIZER_FILE, write_tokenizer
 from loopwise.train.metrics import finite
+from loopwise.writing import make_folder, write_whole, writing
 
 Event = dict[str, Any]
 Emit = Callable[[Event], None]
@@ -41,6 +45,8 @@ VARIANTS = {
 MAX_LOOPS = 64
 _SPECTRUM_BLOCKS = 2
 _JUDGED_BLOCKS = 32
+_CELL_KEYS = {"cell", "variant", "loops", "lr", "seed", "status", "step", "reason"}
+_SURVIVOR_KEYS = {"final_loss_nats", "loss_nats_by_depth", "spectrum"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,8 +71,8 @@ class GridConfig:
             raise ConfigError(f"loops={list(self.loops)} must each lie in 1..{MAX_LOOPS}")
         if self.seeds < 1:
             raise ConfigError(f"seeds={self.seeds} must be at least 1")
-        if any(not lr > 0 for lr in self.lrs):
-            raise ConfigError(f"lrs={list(self.lrs)} must be above 0")
+        if any(not 0 < lr < math.inf for lr in self.lrs):
+            raise ConfigError(f"lrs={list(self.lrs)} must each be above 0 and finite")
 
 
 @dataclass(frozen=True)
@@ -98,31 +104,42 @@ def run_grid(asked: Event, grid: GridConfig, folder: Path, emit: Emit) -> Event:
         asked: settings of a run, as :func:`loopwise.settings.explicit_table` gives them; the preset
             is ``flt-tiny`` where they name none.
     Raises:
-        RunFolderError: the folder holds a grid of another configuration.
+        ConfigError: another architecture, or settings that cannot be run.
+        DataError: text that cannot be read; no folder is made.
+        RunFolderError: the folder holds something else: a grid of another configuration, say, or
+            a broken cell.
+        WriteError: the disk refuses.
     """
     name = asked.get("architecture", "looped")
     if name != "looped":
         raise ConfigError(f"the stability lab trains architecture 'looped', not {name!r}")
     base = build_config(asked, base=preset_table("flt-tiny"))
-    _claim(folder, base, grid)
-    prepared = prepare(base, folder if (folder / TOKENIZER_FILE).is_file() else None)
-    write_tokenizer(folder, prepared.tokenizer)
-    floor = unigram_nats(prepared.train.store)
     cells = list(cells_of(grid, base.optim.lr))
+    configs = [cell_config(cell, grid, base) for cell in cells]
+    table = _as_stored(grid, base)
+    _require_same(folder, table)
+    for cell in cells:  # a broken one is refused before others are trained
+        _finished_cell(folder, cell)
+    for config in {(c.depth.mean, c.model["inject"]): c for c in configs}.values():
+        check_memory(config)
+    prepared = prepare(base, folder if (folder / TOKENIZER_FILE).is_file() else None)
+    _claim(folder, table, prepared)
+    warn_of_shared(prepared, emit)
+    floor = unigram_nats(prepared.train.store)
     done = []
-    for index, cell in enumerate(cells):
-        file = folder / "cells" / cell.name / "cell.json"
-        fresh = not file.is_file()
-        if fresh:
-            _run_cell(cell, grid, prepared, floor, file.parent, emit)
-        done.append(read_json_object(file, RunFolderError))
+    for index, (cell, config) in enumerate(zip(cells, configs, strict=True)):
+        record = _finished_cell(folder, cell)
+        fresh = record is None
+        if record is None:
+            record = _run_cell(cell, config, grid.collapse, prepared, floor, folder, emit)
+        done.append(record)
         emit(
             {
                 "event": "cell",
                 "index": index + 1,
                 "cells": len(cells),
                 "kept": not fresh,
-                **done[-1],
+                **record,
             }
         )
     results = {
@@ -134,9 +151,7 @@ def run_grid(asked: Event, grid: GridConfig, folder: Path, emit: Emit) -> Event:
         "unigram_nats": floor,
         "cells": done,
     }
-    aside = folder / ".results.json"
-    aside.write_text(json.dumps(finite(results), indent=1, allow_nan=False), encoding="utf-8")
-    aside.replace(folder / "results.json")
+    write_results(folder, results)
     return results
 
 
@@ -149,16 +164,22 @@ def cells_of(grid: GridConfig, lr: float) -> Iterator[Cell]:
 
 
 def _run_cell(
-    cell: Cell, grid: GridConfig, base: Prepared, floor: float, folder: Path, emit: Emit
-) -> None:
-    """Train one cell to its end or its collapse, then write ``cell.json``."""
-    config = cell_config(cell, grid, base.config)
+    cell: Cell,
+    config: RunConfig,
+    rule: CollapseRule,
+    base: Prepared,
+    floor: float,
+    grid_folder: Path,
+    emit: Emit,
+) -> Event:
+    """Train one cell to its end or its collapse, then write ``cell.json``; what that holds."""
+    folder = grid_folder / "cells" / cell.name
     prepared = replace(
         base,
         config=config,
         train=PackedBlocks(base.train.store, config.train.seq, cell.seed),
     )
-    watch = CollapseWatch(grid.collapse, floor, config.model["d_model"])
+    watch = CollapseWatch(rule, floor, config.model["d_model"])
 
     def on_event(event: Event) -> None:
         reason = None
@@ -166,12 +187,12 @@ def _run_cell(
             reason = watch.see_loss(event["step"], event["loss_nats"])
         elif event["event"] == "diagnostics":
             norms = event.get("latent_norm", {})
-            reason = watch.see_latents(event["step"], [norms[r] for r in sorted(norms, key=int)])
+            reason = watch.see_latents(event["step"], {int(r): norms[r] for r in norms})
         emit({**event, "cell": cell.name})
         if reason is not None:
             raise Collapsed(event["step"], reason)
 
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     resume = (folder / "checkpoints" / "latest").is_file()
     outcome: Event = {"status": "survived", "step": config.train.steps, "reason": None}
     try:
@@ -182,10 +203,9 @@ def _run_cell(
         outcome = {"status": "collapsed", "step": None, "reason": str(err)}
     if outcome["status"] == "survived":
         outcome |= _judge(prepared, cell.loops, folder)
-    record = {"cell": cell.name, **cell.__dict__, **outcome}
-    aside = folder / ".cell.json"
-    aside.write_text(json.dumps(finite(record), indent=1, allow_nan=False), encoding="utf-8")
-    aside.replace(folder / "cell.json")
+    record = finite({"cell": cell.name, **cell.__dict__, **outcome})
+    write_whole(folder / "cell.json", json.dumps(record, indent=1, allow_nan=False))
+    return record
 
 
 def cell_config(cell: Cell, grid: GridConfig, base: RunConfig) -> RunConfig:
@@ -209,7 +229,7 @@ def cell_config(cell: Cell, grid: GridConfig, base: RunConfig) -> RunConfig:
 
 
 def _judge(prepared: Prepared, loops: int, folder: Path) -> Event:
-    """Held-out loss at 1 .. 2K loops and the spectrum of the trained core."""
+    """Held-out loss at 1 .. 2K loops, at least 32, and the spectrum of the trained core."""
     model = load_checkpoint(folder).model
     depths = list(range(1, max(2 * loops, 32) + 1))
     text = batches(prepared.held_out, 8, _JUDGED_BLOCKS)
@@ -223,20 +243,57 @@ def _judge(prepared: Prepared, loops: int, folder: Path) -> Event:
     }
 
 
-def _claim(folder: Path, base: RunConfig, grid: GridConfig) -> None:
-    """Start a grid folder, or go on with one of the same configuration."""
-    file = folder / "grid.json"
+def _finished_cell(folder: Path, cell: Cell) -> Event | None:
+    """What ``cell.json`` of a grid folder holds; None where that cell is not finished.
+
+    Raises:
+        RunFolderError: it is broken.
+    """
+    file = folder / "cells" / cell.name / "cell.json"
+    if not file.is_file():
+        return None
+    remedy = "delete that file, and the cell is finished again"
+    try:
+        record = read_json_object(file, RunFolderError)
+    except RunFolderError as err:
+        raise RunFolderError(f"{err}; {remedy}") from None
+    wanted = _CELL_KEYS | (_SURVIVOR_KEYS if record.get("status") == "survived" else set())
+    missing = sorted(wanted - record.keys())
+    if missing:
+        raise RunFolderError(f"{str(file)!r} lacks {missing[0]!r}; {remedy}")
+    return record
+
+
+def _as_stored(grid: GridConfig, base: RunConfig) -> Event:
+    """What ``grid.json`` says of a grid, as it reads back."""
     table = {"grid": to_table(grid), "settings": resolved_table(base)}
-    table = json.loads(json.dumps(table))
+    return json.loads(json.dumps(table))
+
+
+def _require_same(folder: Path, table: Event) -> None:
+    """Refuse a folder that holds another grid, or something else; nothing is written.
+
+    Raises:
+        RunFolderError: naming what differs.
+    """
+    file = folder / "grid.json"
     if file.is_file():
         stored = read_json_object(file, RunFolderError)
         if {k: stored.get(k) for k in table} != table:
+            other = differing(stored, table) or ["settings of another version"]
             raise RunFolderError(
-                f"{str(folder)!r} holds a grid of another configuration; choose another --out"
+                f"{str(folder)!r} holds a grid of another configuration: {'; '.join(other[:3])}; "
+                "ask for the same, or choose another --out"
             )
-        return
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RunFolderError(f"{str(folder)!r} is not empty; choose another --out")
-    folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"loopwise": loopwise.__version__, **table}, indent=2)
-    file.write_text(text + "\n", encoding="utf-8")
+    else:
+        require_free(folder, "choose another name with --out")
+
+
+def _claim(folder: Path, table: Event, prepared: Prepared) -> None:
+    """Begin a grid folder, or go on with it."""
+    make_folder(folder)
+    with writing(folder / TOKENIZER_FILE):
+        write_tokenizer(folder, prepared.tokenizer)
+    if not (folder / "grid.json").is_file():
+        text = json.dumps({"loopwise": loopwise.__version__, **table}, indent=2)
+        write_whole(folder / "grid.json", text + "\n")

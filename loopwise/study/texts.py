@@ -17,11 +17,16 @@ from loopwise.tokenizer import BPETokenizer, Tokenizer, load_tokenizer
 
 @dataclass(frozen=True)
 class Texts:
-    """Documents to learn from, and to measure on by corpus name."""
+    """Documents to learn from, and to measure on by corpus name.
+
+    Attributes:
+        shared: held-out documents whose very text is learned from.
+    """
 
     train: list[Document]
     held_out: dict[str, list[Document]]
     report: ReadReport
+    shared: int
 
 
 def read_texts(config: DataConfig, seed: int) -> Texts:
@@ -39,7 +44,10 @@ def read_texts(config: DataConfig, seed: int) -> Texts:
             documents, aside = split_held_out(documents, config.held_out_fraction, seed)
             held_out[corpus_name(source, held_out)] = aside
         train += documents
-    return Texts(train, held_out or read_corpora(config.held_out, config, report), report)
+    held_out = held_out or read_corpora(config.held_out, config, report)
+    learned = {d.text for d in train}
+    shared = sum(d.text in learned for documents in held_out.values() for d in documents)
+    return Texts(train, held_out, report, shared)
 
 
 def read_corpora(

@@ -15,12 +15,17 @@ from loopwise.errors import ConfigError
 from loopwise.models import MODELS
 from loopwise.models.base import LoopedLM
 from loopwise.models.checkpoint import load_checkpoint, read_config, resolve
+from loopwise.models.costs import parameters
 from loopwise.settings import RunConfig, differing
 from loopwise.study.texts import cache_folder, make_tokenizer, read_texts
-from loopwise.tokenizer import Tokenizer, load_tokenizer, write_tokenizer
+from loopwise.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer, write_tokenizer
+from loopwise.train.estimate import planned_gib
 from loopwise.train.loop import Event, Trainer
 from loopwise.train.loss import ObjectiveConfig, Teacher
-from loopwise.train.machine import pick_device
+from loopwise.train.machine import free_memory_gib, pick_device, pick_dtype
+from loopwise.train.optim import make_optimizer
+from loopwise.train.recurrence import DepthSampler
+from loopwise.writing import writing
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,8 @@ def prepare(config: RunConfig, tokenizer_folder: Path | None = None) -> Prepared
         "tokens": train.n_tokens,
         "held_out_tokens": held_out.n_tokens,
         "held_out_corpora": list(texts.held_out),
+        "held_out_documents": held_out.n_documents,
+        "held_out_documents_learned_from": texts.shared,
         "read": texts.report.summary(),
     }
     seq = config.train.seq
@@ -71,6 +78,57 @@ def prepare(config: RunConfig, tokenizer_folder: Path | None = None) -> Prepared
         corpora=texts.held_out,
         info=info,
     )
+
+
+def warn_of_shared(prepared: Prepared, emit: Callable[[Event], None]) -> None:
+    """One line where documents to measure on are learned from as well."""
+    shared = prepared.info["held_out_documents_learned_from"]
+    if shared:
+        text = (
+            f"{shared} of {prepared.info['held_out_documents']} held-out documents are in the "
+            "training text too: what is measured on them is no held-out result"
+        )
+        emit({"event": "warning", "text": text})
+
+
+def check_memory(config: RunConfig) -> None:
+    """Refuse a run that cannot fit into the machine, from its settings alone.
+
+    The model is laid out on the meta device, which takes no memory; where the machine does not say
+    how much it has, nothing is checked.
+
+    Raises:
+        ConfigError: naming what is needed and what there is.
+    """
+    device, kind = pick_device(config.device), config.tokenizer.kind
+    free = free_memory_gib(device)
+    if free is None:
+        return
+    trained = kind == "bpe"
+    vocab_size = config.tokenizer.vocab_size if trained else load_tokenizer(kind).vocab_size
+    remedy = (
+        "with --set lower model.d_model, the numbers of layers, train.micro_batch or train.seq, or "
+        "add --set train.checkpoint_recurrences=true"
+    )
+    try:
+        with torch.device("meta"):
+            model = MODELS[config.architecture](config.model_config(vocab_size))
+    except RuntimeError as err:  # past what a tensor's size can say
+        first = str(err).splitlines()[0]
+        raise ConfigError(f"no machine holds a model of this shape ({first}); {remedy}") from None
+    optimizer = make_optimizer(
+        model,
+        config.optim,
+        pick_dtype(config.train.dtype, device)[0],
+        only=config.train.only,
+        low_rank=config.train.low_rank,
+    )
+    needed = planned_gib(model, optimizer, config.train, DepthSampler(config.depth))
+    if needed > free:
+        raise ConfigError(
+            f"training needs about {needed:,.1f} GiB ({parameters(model):,} parameters) and "
+            f"{device.type} has {free:,.1f} GiB free; {remedy}"
+        )
 
 
 def settings_from(asked: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -149,9 +207,13 @@ def train_stage(
 
     Returns:
         The trainer's final event.
+    Raises:
+        ConfigError: ``start_from`` or the teacher does not fit.
+        WriteError: the disk refuses; what was saved before stays.
     """
     config, tokenizer = prepared.config, prepared.tokenizer
-    write_tokenizer(folder, tokenizer)
+    with writing(folder / TOKENIZER_FILE):
+        write_tokenizer(folder, tokenizer)
     emit({"event": "data", **prepared.info})
     torch.manual_seed(config.seed)
     model, carried = first_model(config, tokenizer)

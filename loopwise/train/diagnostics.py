@@ -25,7 +25,10 @@ class Diagnostics:
         self._latent_grads: dict[int, list[Tensor]] = defaultdict(list)
 
     def watch(self, latent: Tensor, r: int) -> None:
-        """Note the latent ``(batch, seq, d_model)`` after recurrence ``r``, and its gradient."""
+        """Note the latent ``(batch, seq, d_model)`` after recurrence ``r``.
+
+        And its gradient, where one flows: not before the window of truncated back-propagation.
+        """
         norm = latent.detach().float().norm(dim=-1).mean()
         self._latent_norms[r].append(norm)
         if latent.requires_grad:

@@ -20,15 +20,15 @@ from loopwise.models.checkpoint import POINTER
 from loopwise.models.costs import flops_per_token, parameters
 from loopwise.tokenizer import Tokenizer
 from loopwise.train.diagnostics import Diagnostics, gradients_of
-from loopwise.train.estimate import memory_gib
+from loopwise.train.estimate import planned_gib
 from loopwise.train.loss import LoopedLoss, LossOn, ObjectiveConfig, Teacher
-from loopwise.train.low_rank import LowRank, factorise, matrices_to_adapt
 from loopwise.train.machine import can_compile, matmul_peak, peak_memory_gib, pick_dtype
 from loopwise.train.metrics import MetricLog
-from loopwise.train.optim import OptimConfig, Optimizer, learn_only, lr_factor
+from loopwise.train.optim import OptimConfig, lr_factor, make_optimizer
 from loopwise.train.recurrence import DepthConfig, DepthSchedule
 from loopwise.train.resume import clean_leftovers, load_step, save_step
 from loopwise.train.stopping import Interrupted, StopSignal
+from loopwise.writing import make_folder
 
 Event = dict[str, Any]
 
@@ -121,7 +121,9 @@ class Trainer:
         self.device = device or torch.device("cpu")
         dtype, self.dtype_reason = pick_dtype(config.dtype, self.device)
         self.model = model.to(self.device)
-        self.optimizer = _make_optimizer(self.model, optim, config, dtype, seed)
+        self.optimizer = make_optimizer(
+            self.model, optim, dtype, only=config.only, low_rank=config.low_rank, seed=seed
+        )
         self.tokenizer, self.train, self.held_out = tokenizer, train, held_out
         self.config, self.optim, self.depth = config, optim, depth
         self.schedule = DepthSchedule(depth, config.steps)
@@ -163,9 +165,6 @@ class Trainer:
         peak = matmul_peak(self.model.dtype, self.device)
         flops = self.schedule.average(self.costs.training)
         seconds = flops * self.tokens_per_step * self.config.steps / (0.45 * peak)
-        rows = self.config.seq * self.config.micro_batch
-        through = min(self.depth.backprop_depth, self.schedule.final.quantile(0.99))
-        kept = 1 if self.config.checkpoint_recurrences else through
         return {
             "event": "estimate",
             "parameters": parameters(self.model),
@@ -179,7 +178,7 @@ class Trainer:
             "steps": self.config.steps,
             "tokens": self.tokens_per_step * self.config.steps,
             "time_s": seconds,
-            "memory_gib": memory_gib(self.model, self.optimizer, rows, kept),
+            "memory_gib": planned_gib(self.model, self.optimizer, self.config, self.schedule.final),
             "depth": self.schedule.final.describe(),
         }
 
@@ -191,9 +190,10 @@ class Trainer:
         Raises:
             Interrupted: SIGTERM or SIGINT; the state was saved first.
             NonFiniteError: a loss or gradient was not finite (``non_finite = stop``).
+            WriteError: the disk refused the log; earlier checkpoints are untouched.
         """
         checkpoints = self.folder / "checkpoints"
-        checkpoints.mkdir(parents=True, exist_ok=True)
+        make_folder(checkpoints)
         clean_leftovers(checkpoints)
         if resume and (checkpoints / POINTER).is_file():  # else it was killed before its first save
             self.step = load_step(checkpoints, self.optimizer)
@@ -368,23 +368,3 @@ class Trainer:
         if self._stop.name:
             self.optimizer.zero_grad()
             raise Interrupted(self.step, self._stop.name)
-
-
-def _make_optimizer(
-    model: LoopedLM, optim: OptimConfig, config: TrainConfig, dtype: torch.dtype, seed: int
-) -> Optimizer:
-    """Masters keep the float32 values the model was made with, whatever it computes in."""
-    exact = {name: p.detach().clone() for name, p in model.named_parameters()}
-    factors: dict[str, LowRank] = {}
-    if config.low_rank is None:
-        learn_only(model, config.only)
-    else:
-        names = matrices_to_adapt(model, config.only, config.low_rank)
-        factors = factorise(exact, names, config.low_rank, seed)
-        learn_only(model, names)
-    model.to(dtype)
-    optimizer = Optimizer(model, optim, factors)
-    with torch.no_grad():
-        for name, master in optimizer.masters.items():
-            master.copy_(exact[name])
-    return optimizer

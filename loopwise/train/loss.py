@@ -105,7 +105,7 @@ class LoopedLoss:
             the depth; their losses are averaged.
         objective: what is learned beside the text's own tokens.
         teacher: whose distributions are learned from, where the objective has a distil weight.
-        diagnostics: told of every recurrence that learns; None costs nothing.
+        diagnostics: told of every recurrence; None costs nothing.
         checkpoint_recurrences: keep one latent per recurrence and recompute the rest backwards.
         compiled: use torch.compile, with this ``backend``.
     """
@@ -171,6 +171,8 @@ class LoopedLoss:
         with torch.no_grad():
             for r in range(1, free + 1):
                 latent = self.core_step(latent, injection, r, view)
+                if self.diagnostics is not None:
+                    self.diagnostics.watch(latent, r)
         if not latent.requires_grad:
             # One kind of latent for every recurrence that learns: one compiled variant, not two.
             latent = latent.detach().requires_grad_()

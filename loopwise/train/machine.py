@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 import time
@@ -76,6 +77,22 @@ def matmul_peak(dtype: torch.dtype, device: torch.device, seconds: float = 0.3) 
             torch.cuda.synchronize(device)
         best = max(best, 2 * a.shape[0] * a.shape[1] * b.shape[1] / (time.perf_counter() - start))
     return best
+
+
+def free_memory_gib(device: torch.device) -> float | None:
+    """Memory a new run can have, GiB, swap included; None where the machine does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] / 1024**3
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        kib = {name: int(rest.split()[0]) for name, _, rest in (x.partition(":") for x in lines)}
+        return (kib["MemAvailable"] + kib["SwapFree"]) / 1024**2
+    except (OSError, ValueError, KeyError, IndexError):  # not Linux
+        pass
+    try:  # all there is, free or not
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1024**3
+    except (OSError, ValueError):
+        return None
 
 
 def peak_memory_gib(device: torch.device) -> float:

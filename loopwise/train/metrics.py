@@ -12,21 +12,25 @@ import math
 from pathlib import Path
 from typing import Any
 
+from loopwise.writing import append_line
+
 
 class MetricLog:
-    """Appends events to ``path``; a new object starts a new segment."""
+    """Appends events to ``path``; a new object starts a new segment.
+
+    Raises:
+        WriteError: the disk refuses.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         if path.is_file() and not path.read_bytes().endswith(b"\n"):
-            with path.open("a", encoding="utf-8") as file:
-                file.write("\n")  # close the line a kill left half-written
+            append_line(path, "")  # close the line a kill left half-written
         self.segment = 1 + max((e.get("segment", 0) for e in _lines(path)), default=0)
 
     def write(self, event: dict[str, Any]) -> None:
         line = {"segment": self.segment, **event}
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(finite(line), allow_nan=False) + "\n")
+        append_line(self.path, json.dumps(finite(line), allow_nan=False))
 
 
 def read_metrics(path: Path, kind: str = "step") -> list[dict[str, Any]]:

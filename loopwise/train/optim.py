@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from loopwise.config import check_choices
 from loopwise.errors import ConfigError
-from loopwise.train.low_rank import LowRank
+from loopwise.models.base import LoopedLM
+from loopwise.train.low_rank import LowRank, factorise, matrices_to_adapt
 from loopwise.train.muon import Muon
 
 
@@ -231,3 +232,36 @@ class Optimizer:
             for name, p in self.params.items():
                 if self.masters[name] is not p:
                     p.copy_(self.masters[name])
+
+
+def make_optimizer(
+    model: LoopedLM,
+    config: OptimConfig,
+    dtype: torch.dtype,
+    *,
+    only: Sequence[str] = (),
+    low_rank: int | None = None,
+    seed: int = 0,
+) -> Optimizer:
+    """Move ``model`` to ``dtype`` for training; masters keep the float32 values it was made with.
+
+    Args:
+        only: names of what learns, ``*`` and ``?`` allowed; empty: all.
+        low_rank: of the factors that learn in place of matrices, drawn by ``seed``.
+    Raises:
+        ConfigError: a pattern that fits nothing, or a rank that does not fit.
+    """
+    exact = {name: p.detach().clone() for name, p in model.named_parameters()}
+    factors: dict[str, LowRank] = {}
+    if low_rank is None:
+        learn_only(model, only)
+    else:
+        names = matrices_to_adapt(model, only, low_rank)
+        factors = factorise(exact, names, low_rank, seed)
+        learn_only(model, names)
+    model.to(dtype)
+    optimizer = Optimizer(model, config, factors)
+    with torch.no_grad():
+        for name, master in optimizer.masters.items():
+            master.copy_(exact[name])
+    return optimizer

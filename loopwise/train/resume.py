@@ -37,13 +37,18 @@ def save_step(
 
     Raises:
         CheckpointError: the disk refused; earlier checkpoints and the pointer are untouched.
+        WriteError: it refused the pointer, which stays as it was.
     """
     name = f"step-{step:07d}"
     path = folder / name
     if not path.exists():
 
         def write_trainer(into: Path) -> None:
-            torch.save(optimizer.state_dict(), into / "optimizer.pt")
+            try:
+                torch.save(optimizer.state_dict(), into / "optimizer.pt")
+            except RuntimeError as err:  # how its writer reports a full disk
+                first = str(err).splitlines()[0]
+                raise OSError(f"optimizer.pt could not be written whole ({first})") from err
             if optimizer.factors:
                 save_file(optimizer.factor_state(), into / FACTORS)
             (into / "state.json").write_text(json.dumps({"step": step}), encoding="utf-8")

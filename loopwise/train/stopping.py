@@ -13,8 +13,8 @@ class Interrupted(Exception):
     """A signal asked the run to stop; its state is saved at ``step``."""
 
     def __init__(self, step: int, signal_name: str) -> None:
-        super().__init__(f"stopped by {signal_name} after step {step}; resume to go on")
-        self.step = step
+        super().__init__(f"stopped by {signal_name} after step {step}, which is saved")
+        self.step, self.signal_name = step, signal_name
 
 
 class StopSignal:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import logging
 import lzma
 import sys
 import types
@@ -63,7 +64,8 @@ def test_records_are_read_whatever_they_are_packed_in(tmp_path: Path, suffix: st
     path = written(tmp_path / f"b.parquet{suffix}", PACKERS[suffix](plain.read_bytes()))
     texts, report = read(path, text_field="body")
     assert texts == ["good"] and report.skipped == {"null text": 1, "blank": 1}
-    assert "no column 'text'; set text_field to one of: body, n" in refusal(path)
+    remedy = "choose another with --set data.read.text_field=NAME"
+    assert f"no column 'text'; {remedy}, one of: body, n" in refusal(path)
     assert "column 'n' holds int64, not text" in refusal(path, text_field="n")
     broken = written(tmp_path / f"c.parquet{suffix}", PACKERS[suffix](plain.read_bytes()[:-9]))
     assert f"{broken}: not a readable Parquet file" in refusal(broken)
@@ -73,7 +75,7 @@ def test_bytes_that_are_not_utf8_under_the_three_policies(tmp_path: Path) -> Non
     path = written(tmp_path / "a.txt", FIVE_LINES)
     message = refusal(path, split="line")
     assert f"{path}: line 3: byte 0x92 at position 3" in message
-    assert "iconv" in message and "'replace' or 'skip'" in message
+    assert "iconv" in message and "--set data.read.encoding_errors=replace (or skip)" in message
     texts, report = read(path, split="line", encoding_errors="replace")
     assert texts == ["one", "two", "it\ufffds three", "four", "five"] and report.replaced == 1
     texts, report = read(path, split="line", encoding_errors="skip")
@@ -98,7 +100,7 @@ def test_json_lines_that_hold_no_text_are_counted(tmp_path: Path) -> None:
     assert report.skipped == {"blank": 2, "null text": 1, "missing field 'text'": 1}
     assert "4 documents" not in report.summary() and "1 documents" in report.summary()
     message = refusal(jsonl(tmp_path / "b.jsonl", {"body": "x"}))
-    assert "not one document" in message and "text_field='text'" in message
+    assert "not one document" in message and "--set data.read.text_field=text" in message
 
 
 def test_broken_json_names_file_and_line(tmp_path: Path) -> None:
@@ -231,6 +233,20 @@ def test_the_hub_streams_and_says_when_it_cannot_be_reached(monkeypatch) -> None
     assert "must read hub:OWNER/NAME" in refusal("hub:a/b/c/d")
 
 
+def test_what_the_hub_client_retries_is_not_told_besides(monkeypatch, caplog) -> None:
+    client = logging.getLogger("huggingface_hub")
+
+    def load_dataset(*args: object, **options: object) -> None:
+        logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 1s [Retry 1/5].")
+        raise ConnectionError("no network")
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    before = client.level
+    assert "no network" in refusal("hub:owner/name")
+    assert not caplog.records
+    assert client.level == before
+
+
 def test_options_are_checked() -> None:
     for wrong in (
         {"encoding_errors": "ignore"},
@@ -260,3 +276,28 @@ def test_too_few_documents_cannot_be_split() -> None:
         split_held_out([Document("one")], 0.1, seed=0)
     with pytest.raises(ConfigError, match="between 0 and 1"):
         split_held_out([Document("one"), Document("two")], 1.0, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "remedies"),
+    [
+        ("a.txt", "One.\nTwo.\n\nThree.\n", ("split=blank-line", "split=line", "chars=9")),
+        ("a.txt", "One.\nTwo.\n", ("split=line", "chars=5")),
+        ("a.txt", "One. Two.", ("chars=5",)),
+        ("a.txt", "1", ()),
+        ("a.jsonl", '{"text": "One.\\nTwo."}', ("chars=5",)),
+    ],
+)
+def test_what_is_said_to_cut_the_only_document_does(
+    tmp_path: Path, name: str, text: str, remedies: tuple[str, ...]
+) -> None:
+    """It named keys as nobody can type them, and ways that do nothing to such a file."""
+    path = written(tmp_path / name, text)
+    only = list(read_documents([path], ReadOptions(), ReadReport()))
+    with pytest.raises(DataError) as caught:
+        split_held_out(only, 0.1, seed=0)
+    found = [part.split()[0] for part in str(caught.value).split("--set data.read.")[1:]]
+    assert tuple(part.replace("max_document_", "") for part in found) == remedies
+    for key, _, value in (part.partition("=") for part in found):
+        cut, _ = read(path, **{key: int(value) if value.isdecimal() else value})
+        assert len(cut) > 1, f"{key}={value}"

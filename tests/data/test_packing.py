@@ -17,8 +17,9 @@ from loopwise.data.files import ReadOptions, ReadReport, read_documents
 from loopwise.data.packing import NO_TARGET, PackedBlocks, TokenBatch, micro_batch_loader
 from loopwise.data.store import TokenStore, load_or_tokenize, tokenize
 from loopwise.data.stories import generate
-from loopwise.errors import ConfigError, DataError, TokenizerError
+from loopwise.errors import ConfigError, DataError, TokenizerError, WriteError
 from loopwise.tokenizer import BPETokenizer, ByteTokenizer
+from tests.conftest import full_disk
 
 BYTES = ByteTokenizer()
 STORIES = list(generate("stories", 0, 0, 40))
@@ -159,7 +160,7 @@ def test_wrong_sizes_are_refused_with_their_values() -> None:
     store = numbered_store([5, 5])
     with pytest.raises(ConfigError, match="seq=1"):
         PackedBlocks(store, 1, seed=0)
-    with pytest.raises(DataError, match="10 tokens in 2 documents.*needs 11.*at most 9"):
+    with pytest.raises(DataError, match="10 tokens in 2 documents.*needs 11.*--set train.seq=9"):
         PackedBlocks(store, 10, seed=0)
     blocks = PackedBlocks(store, 4, seed=0)
     for ask in (
@@ -242,6 +243,14 @@ def test_token_files_are_made_once_per_text_and_tokenizer(tmp_path: Path) -> Non
     load_or_tokenize(documents, BYTES, tmp_path)
     load_or_tokenize(lambda: STORIES[1:], BPE, tmp_path)
     assert len(list(tmp_path.iterdir())) == 3, "nothing is left aside"
+
+
+@pytest.mark.parametrize("room", [0, 100])
+def test_token_files_on_a_full_disk_are_one_line_and_leave_nothing(tmp_path, room) -> None:
+    with full_disk(room), pytest.raises(WriteError, match=f"cannot write '{tmp_path}/.*free some"):
+        load_or_tokenize(lambda: STORIES, BYTES, tmp_path)
+    assert not list(tmp_path.iterdir())
+    assert load_or_tokenize(lambda: STORIES, BYTES, tmp_path).n_documents == 40
 
 
 def test_the_text_hash_sees_document_boundaries() -> None:

@@ -55,9 +55,10 @@ def test_what_is_not_finite_is_a_collapse_at_once():
 
 def test_an_exploding_latent_names_its_recurrence():
     watch = CollapseWatch(RULE, 3.0, d_model=16)
-    assert watch.see_latents(5, [4.0, 8.0, 399.0]) is None
-    assert "after recurrence 3 at step 6" in watch.see_latents(6, [4.0, 8.0, 401.0])
-    assert "after recurrence 2" in watch.see_latents(7, [4.0, math.nan])
+    assert watch.see_latents(5, {1: 4.0, 2: 8.0, 3: 399.0}) is None
+    assert "after recurrence 3 at step 6" in watch.see_latents(6, {3: 401.0, 1: 4.0, 2: 8.0})
+    assert "after recurrence 2" in watch.see_latents(7, {1: 4.0, 2: math.nan})
+    assert "after recurrence 5" in watch.see_latents(8, {4: 4.0, 5: 401.0}), "its real number"
 
 
 @pytest.mark.parametrize(

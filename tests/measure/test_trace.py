@@ -13,7 +13,14 @@ import torch
 
 from loopwise.data import PackedBlocks, TokenBatch
 from loopwise.data.packing import NO_TARGET
-from loopwise.errors import DepthError, DivergenceError, LoopwiseError, RunFolderError, TraceError
+from loopwise.errors import (
+    DepthError,
+    DivergenceError,
+    LoopwiseError,
+    RunFolderError,
+    TraceError,
+    WriteError,
+)
 from loopwise.exits.base import Observation, Output
 from loopwise.exits.fixed import FixedDepth
 from loopwise.exits.kl import StepKL
@@ -25,7 +32,7 @@ from loopwise.measure.trace import PER_RECURRENCE, PER_TOKEN, Trace, TraceInfo, 
 from loopwise.models.base import LoopedLM
 from loopwise.models.fixed import FixedConfig, FixedModel
 from loopwise.tokenizer import ByteTokenizer
-from tests.conftest import make_blocks, make_model
+from tests.conftest import full_disk, make_blocks, make_model
 
 HORIZON = 6
 INFO = TraceInfo(
@@ -363,6 +370,14 @@ def test_a_run_that_dies_leaves_no_finished_trace(model, few, tmp_path, monkeypa
         write_trace(model, few, tmp_path / "dead", INFO, horizon=1, progress=dies)
     with pytest.raises(TraceError, match="no finished trace"):
         Trace(tmp_path / "dead")
+
+
+def test_a_full_disk_names_the_shard_and_leaves_no_finished_trace(model, few, tmp_path):
+    folder = tmp_path / "t"
+    with full_disk(), pytest.raises(WriteError, match=r"cannot write .*shard-00000"):
+        write_trace(model, few, folder, INFO, horizon=HORIZON)
+    assert not (folder / "trace.json").exists()
+    assert write_trace(model, few, folder, INFO, horizon=HORIZON).n_tokens > 0, "done again"
 
 
 def test_a_truncated_shard_is_named(own):

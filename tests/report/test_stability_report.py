@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from loopwise.errors import RunFolderError
-from loopwise.report import print_stability, words, write_stability_report
+from loopwise.report import print_stability, stability_facts, words, write_stability_report
 from loopwise.report.stability_facts import binned, over_seeds, read_lab
 
 STEPS, FLOOR, LAYERS = 120, 5.5, 2
@@ -243,6 +243,16 @@ def test_the_terminal_table(
     print_stability(write_grid(tmp_path, ("flt",), (3,), (0.02,), seeds=1, logs=False))
     bare = next(s for s in capsys.readouterr().out.splitlines() if "flt" in s).split()
     assert bare == ["flt", "3", "1/1", "0/1", "3.100", "–", "–"]
+
+
+def test_recurrences_keep_their_numbers_where_the_first_have_no_gradient(tmp_path: Path) -> None:
+    """A window of back-propagation that begins at recurrence 2."""
+    log = tmp_path / "metrics.jsonl"
+    event = {"segment": 1, "step": 1, "event": "diagnostics", "latent_grad_norm": {"3": 3, "2": 2}}
+    log.write_text(json.dumps(event) + "\n")
+    found = stability_facts._read_run(record("lt", 3, 0.02, 0), log, 1).latent_grad
+    assert found.shape == (1, 3)
+    assert math.isnan(found[0, 0]) and list(found[0, 1:]) == [2.0, 3.0]
 
 
 def test_bins_and_seeds_pass_over_what_is_missing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -202,8 +203,10 @@ def test_fitting_takes_at_most_half_of_the_documents(checkpoint, tmp_path):
 
 
 def test_one_document_is_too_little_and_nothing_is_stored(checkpoint, tmp_path):
-    with pytest.raises(DataError, match="'stories' is one document.*max_document_chars"):
-        measure(checkpoint, {"stories": texts(count=1)}, tmp_path / "t")
+    only = [replace(d, source="a.txt: line 1") for d in texts(count=1)]
+    remedy = f"--set data.read.max_document_chars={(len(only[0].text) + 1) // 2}"
+    with pytest.raises(DataError, match=f"'stories' is one document.*{remedy}"):
+        measure(checkpoint, {"stories": only}, tmp_path / "t")
     assert not (checkpoint.path / "exits.json").exists()
     assert not (tmp_path / "t").exists()
 

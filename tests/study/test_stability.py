@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
-from loopwise.errors import ConfigError, RunFolderError
+from loopwise.errors import ConfigError, DataError, RunFolderError
 from loopwise.measure.stability import CollapseRule
 from loopwise.settings import explicit_table
 from loopwise.study.stability import GridConfig, cell_config, cells_of, run_grid
@@ -47,7 +48,7 @@ def test_every_cell_is_trained_judged_and_kept(tmp_path):
     ]
     for cell in cells:
         assert cell["status"] == "survived"
-        assert len(cell["loss_nats_by_depth"]) == 2 * cell["loops"]
+        assert len(cell["loss_nats_by_depth"]) == max(2 * cell["loops"], 32)
         assert cell["final_loss_nats"] == cell["loss_nats_by_depth"][str(cell["loops"])]
         log = tmp_path / "grid" / "cells" / cell["cell"] / "metrics.jsonl"
         seen = read_metrics(log, "diagnostics")
@@ -88,9 +89,43 @@ def test_collapse_is_an_outcome_with_its_step_and_reason(tmp_path):
 def test_a_grid_of_another_configuration_is_refused(tmp_path):
     run(tmp_path / "grid", GridConfig(variants=("lt",), loops=(1,), seeds=1))
     before = (tmp_path / "grid" / "results.json").read_text()
-    with pytest.raises(RunFolderError, match="another configuration"):
+    differs = r"another configuration: grid.variants=\['lt', 'flt'\] \(the run has \['lt'\]\); grid"
+    with pytest.raises(RunFolderError, match=differs):
         run(tmp_path / "grid")
+    grid = GridConfig(variants=("lt",), loops=(1,), seeds=1)
+    with pytest.raises(RunFolderError, match=r": settings.train.steps=7 \(the run has 6\)"):
+        run(tmp_path / "grid", grid, [*TINY, "train.steps=7"])
     assert (tmp_path / "grid" / "results.json").read_text() == before
+
+
+def test_input_that_is_refused_claims_no_folder(tmp_path):
+    """It did, and then the mended command was of another configuration."""
+    grid = GridConfig(variants=("lt",), loops=(1,), seeds=1)
+    with pytest.raises(DataError, match=r"nope.txt"):
+        run(tmp_path / "grid", grid, [*TINY, f"data.sources=['{tmp_path / 'nope.txt'}']"])
+    with pytest.raises(ConfigError, match="free; with --set lower model.d_model"):
+        run(tmp_path / "grid", grid, [*TINY, "model.d_model=1000000"])
+    assert not (tmp_path / "grid").exists()
+    run(tmp_path / "grid", grid)
+
+
+def test_a_folder_of_something_else_is_refused_before_the_data_is_read(tmp_path):
+    (tmp_path / "thesis.tex").write_text("chapter 1")
+    with pytest.raises(RunFolderError, match="is not empty"):
+        run(tmp_path, overrides=[*TINY, "data.sources=['nope.txt']"])
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"status": "survived"}'])
+def test_a_broken_cell_says_what_to_do_and_that_works(tmp_path, content):
+    grid = GridConfig(variants=("lt",), loops=(1,), seeds=1)
+    first, _ = run(tmp_path / "grid", grid)
+    (file,) = (tmp_path / "grid").glob("cells/*/cell.json")
+    file.write_text(content)
+    with pytest.raises(RunFolderError, match=r"cell.json.*; delete that file"):
+        run(tmp_path / "grid", grid)
+    file.unlink()
+    assert run(tmp_path / "grid", grid)[0] == first
 
 
 @pytest.mark.parametrize(
@@ -103,6 +138,7 @@ def test_a_grid_of_another_configuration_is_refused(tmp_path):
         ({"loops": ()}, "1..64"),
         ({"seeds": 0}, "seeds=0"),
         ({"lrs": (0.0,)}, "above 0"),
+        ({"lrs": (0.01, math.inf)}, r"lrs=\[0.01, inf\] must each be above 0 and finite"),
     ],
 )
 def test_impossible_grids_are_refused(changes, message):

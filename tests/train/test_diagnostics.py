@@ -61,6 +61,20 @@ def test_norms_equal_those_of_a_hand_written_pass(batch):
     assert "latent_norm" not in seen.collect({}), "the next step starts clean"
 
 
+def test_recurrences_before_the_window_are_seen_under_their_numbers(batch):
+    """Depth 3 and a window of 2: recurrence 1 has a norm too, and no gradient."""
+    model = make_model().train()
+    found = []
+    for through in (2, 3):
+        seen = Diagnostics()
+        LoopedLoss(model, backprop_depth=through, diagnostics=seen)(batch, 3).backward()
+        found.append(seen.collect({}))
+    short, whole = found
+    assert list(short["latent_norm"]) == ["1", "2", "3"]
+    assert short["latent_norm"] == pytest.approx(whole["latent_norm"])
+    assert list(short["latent_grad_norm"]) == ["2", "3"]
+
+
 def test_gradient_norms_of_accumulated_batches_add_in_squares(batch):
     model = make_model().train()
     seen = Diagnostics()

@@ -9,12 +9,13 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 
-from loopwise.errors import CheckpointError, ConfigError, NonFiniteError
+from loopwise.errors import CheckpointError, ConfigError, NonFiniteError, WriteError
 from loopwise.measure.evaluate import batches, loss_by_depth
 from loopwise.models import checkpoint as checkpoint_module
 from loopwise.models.checkpoint import load_checkpoint
@@ -23,7 +24,7 @@ from loopwise.train.loop import Interrupted, TrainConfig, Trainer
 from loopwise.train.metrics import MetricLog, read_metrics
 from loopwise.train.optim import OptimConfig, lr_factor
 from loopwise.train.recurrence import DepthConfig, DepthSchedule
-from tests.conftest import make_blocks, make_model
+from tests.conftest import full_disk, make_blocks, make_model
 
 
 def make_trainer(folder: Path, *, steps: int = 12, optim: str = "muon", **changes) -> Trainer:
@@ -89,7 +90,7 @@ def test_a_signal_leaves_a_state_that_resumes(tmp_path, number):
     trainer._on_event = lambda e: (
         os.kill(os.getpid(), number) if e["event"] == "step" and e["step"] == 7 else None
     )
-    with pytest.raises(Interrupted, match="after step 7"):
+    with pytest.raises(Interrupted, match="after step 7, which is saved"):
         trainer.run()
     assert make_trainer(tmp_path).run(resume=True)["step"] == 12
     straight = tmp_path / "straight"
@@ -175,6 +176,20 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path, monkeypatch):
         trainer.run()
     assert load_checkpoint(tmp_path).training["step"] == 5
     assert not list((tmp_path / "checkpoints").glob(".partial-*"))
+
+
+@pytest.mark.parametrize(("room", "error"), [(0, WriteError), (200_000, CheckpointError)])
+def test_a_disk_that_fills_up_while_training_is_one_line(tmp_path, room, error):
+    """The log, or the optimiser's state, whose writer does not say OSError."""
+    trainer = make_trainer(tmp_path)
+    later = ExitStack()  # 200,000 bytes: between the weights and the optimiser's state
+    trainer._on_event = lambda e: (
+        later.enter_context(full_disk(room)) if e.get("step") == 7 else None
+    )
+    with later, pytest.raises(error, match=r"cannot (write|save) .*free some space"):
+        trainer.run()
+    assert load_checkpoint(tmp_path).training["step"] == 5
+    assert make_trainer(tmp_path).run(resume=True)["step"] == 12
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path):
