@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 import torch
 
 import loopwise
-from loopwise.config import from_table, read_json_object
+from loopwise.config import from_table, merge, read_json_object
+from loopwise.data import Document
+from loopwise.data.wikitext import articles, is_title
 from loopwise.errors import ConfigError, RunFolderError
 from loopwise.measure.perplexity import Protocol, perplexity
 from loopwise.measure.trace import Trace
@@ -133,8 +136,9 @@ def perplexity_command(
     asked: Asked,
     emit: Emit,
 ) -> Event:
-    """``loopwise eval perplexity``."""
-    config, _ = _settings_at(path, asked)
+    """``loopwise eval perplexity``: text is read whole; of WikiText an article is a document."""
+    whole = {"data": {"read": {"max_document_chars": sys.maxsize}}}
+    config, _ = _settings_at(path, merge(whole, asked))
     checkpoint = _load(path, config.measure)
     limit = checkpoint.model.geometry.max_depth
     usual = [1, 2, 4, 8, 16, 32]
@@ -149,7 +153,7 @@ def perplexity_command(
         out[name] = perplexity(
             checkpoint.model,
             checkpoint.tokenizer,
-            documents,
+            _articles(documents) if protocol == "document" else documents,
             protocol,
             depths,
             block=block,
@@ -157,6 +161,14 @@ def perplexity_command(
             progress=report,
         )
     return out
+
+
+def _articles(documents: list[Document]) -> list[Document]:
+    """WikiText by articles, whether it came as one file or line by line; else unchanged."""
+    lines = [line for d in documents for line in d.text.split("\n")]
+    if not is_title(next(line for line in lines if line.strip())):
+        return documents
+    return [Document(text) for text in articles(lines)]
 
 
 def _begin(asked: Asked, folder: Path, emit: Emit, resume: bool, *, to_measure: bool) -> Prepared:
