@@ -18,7 +18,9 @@ from loopwise.errors import CheckpointError
 
 @app.command()
 def convert(
-    source: Annotated[str, typer.Argument(help="Folder or hub id of a published checkpoint.")],
+    source: Annotated[
+        str, typer.Argument(help="Folder, file or hub id of a published checkpoint.")
+    ],
     out: Annotated[Path, typer.Argument(help="Checkpoint folder to make.")],
     allow_pickle: Annotated[
         bool, typer.Option("--allow-pickle", help="Read pickled weights too, weights-only.")
@@ -49,9 +51,13 @@ def convert(
 def retrofit(
     checkpoint: Annotated[Path, typer.Argument(help="A Llama-shaped checkpoint (fixed).")],
     out: Annotated[Path, typer.Argument(help="Checkpoint folder to make.")],
-    prelude: Annotated[str, typer.Option("--prelude", help="Layers before the loop, e.g. 0-3.")],
-    core: Annotated[str, typer.Option("--core", help="Layers of the loop, e.g. 10-17.")],
-    coda: Annotated[str, typer.Option("--coda", help="Layers after the loop, e.g. 26-29.")],
+    prelude: Annotated[
+        str, typer.Option("--prelude", help="Layers before the loop: 0-3, or how many first ones.")
+    ],
+    core: Annotated[str, typer.Option("--core", help="Layers of the loop: 10-17, or 10,12-14.")],
+    coda: Annotated[
+        str, typer.Option("--coda", help="Layers after the loop: 26-29, or how many last ones.")
+    ],
     start: Annotated[
         Literal["injection", "latent"],
         typer.Option(
@@ -94,7 +100,7 @@ def inspect(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Shape, parameters, FLOPs, KV bytes, the cap of exits, and whether exits can be trusted."""
+    """Shape, parameters, FLOPs, KV bytes, the cap of exits; whether exits and bfloat16 are safe."""
     with command(as_json, debug) as (display, answer):
         from loopwise.hub.inspect import inspect_checkpoint, inspect_lines
         from loopwise.models.checkpoint import load_checkpoint

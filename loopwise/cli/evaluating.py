@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 
 from loopwise.cli.app import eval_app
 from loopwise.cli.options import (
@@ -17,6 +18,20 @@ from loopwise.cli.options import (
     settings_table,
 )
 from loopwise.cli.running import command
+
+
+class TasksByDefault(TyperGroup):
+    """``loopwise eval CHECKPOINT --tasks ...`` means ``loopwise eval tasks CHECKPOINT ...``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
+            names_tasks = any(arg.split("=")[0] == "--tasks" for arg in args)
+            if names_tasks or Path(args[0]).exists():
+                args = ["tasks", *args]
+        return super().parse_args(ctx, args)
+
+
+eval_app.info.cls = TasksByDefault
 
 
 @eval_app.command()
@@ -67,6 +82,9 @@ def tasks(
     ] = None,
     limit: Annotated[int | None, typer.Option("--limit", help="Questions of each task.")] = None,
     num_fewshot: Annotated[int | None, typer.Option("--num-fewshot")] = None,
+    chat_template: Annotated[
+        bool, typer.Option("--chat-template", help="Prompts in the checkpoint's chat template.")
+    ] = False,
     max_length: Annotated[
         int | None, typer.Option("--max-length", help="Tokens of a request; default: as trained.")
     ] = None,
@@ -101,6 +119,7 @@ def tasks(
             data_dir=data_dir,
             limit=limit,
             num_fewshot=num_fewshot,
+            chat_template=chat_template,
             too_long=too_long,
             out=out,
         )

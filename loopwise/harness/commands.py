@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -34,6 +36,7 @@ FORMAT = "loopwise-eval"
 VERSION = 1
 FEWSHOT_SEED = 1234  # the harness's own
 _BOOTSTRAP = 1000  # resamples for the error of metrics that are no means
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _HEAVY = ("custom_dataset", "dataset_kwargs", "metadata")  # of a local task's config
 
 
@@ -45,6 +48,7 @@ class TasksOptions:
         data_dir: folder of the local tasks' files; None: what the environment names.
         limit: questions of each task at most.
         num_fewshot: solved examples before each question; None: what the task says.
+        chat_template: render prompts with the checkpoint's chat template.
         too_long: what becomes of questions that do not fit: cut from the left, or left out.
         out: JSON file to write.
     """
@@ -53,6 +57,7 @@ class TasksOptions:
     data_dir: Path | None = None
     limit: int | None = None
     num_fewshot: int | None = None
+    chat_template: bool = False
     too_long: TooLong = "truncate"
     out: Path | None = None
 
@@ -105,10 +110,12 @@ def tasks_command(
     unsure = why_not_promised(model.checkpoint, named, options.model.kv_policy)
     if unsure is not None:
         emit(_warning(unsure))
+    if options.chat_template:
+        model.chat_template(True)  # refused before anything runs
     skipped: dict[str, list[int]] = {}
     samples = None
     if options.too_long == "skip":
-        samples, skipped = _fitting(model, loaded["tasks"], options.limit)
+        samples, skipped = _fitting(model, loaded["tasks"], options)
     start = time.perf_counter()
     found = lm_eval.evaluate(
         lm=model,
@@ -116,6 +123,7 @@ def tasks_command(
         limit=None if samples is not None else options.limit,
         samples=samples,
         bootstrap_iters=_BOOTSTRAP,
+        apply_chat_template=options.chat_template,
         log_samples=False,
     )
     wall_s = time.perf_counter() - start
@@ -192,8 +200,19 @@ def write_result(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Anything of the harness as JSON values; numbers that are not finite become null."""
-    return json.loads(json.dumps(finite(value), default=str))
+    """Anything of the harness as JSON values; numbers that are not finite become null.
+
+    Functions become their names: where they lie in memory would make every result another.
+    """
+    return json.loads(json.dumps(finite(value), default=_told))
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, partial):
+        return f"partial of {_told(value.func)}"
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"function {value.__qualname__}"
+    return _ADDRESS.sub("", str(value))
 
 
 def _set_shots(task: Any, name: str, asked: int | None, emit: Emit) -> None:
@@ -217,13 +236,19 @@ def _set_shots(task: Any, name: str, asked: int | None, emit: Emit) -> None:
 
 
 def _fitting(
-    model: Any, tasks: Mapping[str, Any], limit: int | None
+    model: Any, tasks: Mapping[str, Any], options: TasksOptions
 ) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
     """Questions of each task all of whose requests fit, and the others, by number."""
     kept: dict[str, list[int]] = {}
     skipped: dict[str, list[int]] = {}
     for name, task in tasks.items():
-        task.build_all_requests(limit=limit, rank=0, world_size=1)
+        task.build_all_requests(
+            limit=options.limit,
+            rank=0,
+            world_size=1,
+            apply_chat_template=options.chat_template,
+            chat_template=model.apply_chat_template if options.chat_template else None,
+        )
         every = sorted({request.doc_id for request in task.instances})
         long = {request.doc_id for request in task.instances if model.is_too_long(request)}
         task.set_fewshot_seed(seed=FEWSHOT_SEED)

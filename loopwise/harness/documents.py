@@ -128,4 +128,22 @@ def _gsm8k(row: Row) -> Row:
     }
 
 
-SHAPES: dict[str, Callable[[Row], Row]] = {"hellaswag": _hellaswag, "gsm8k": _gsm8k}
+def _wsc273(row: Row) -> Row:
+    """The sentence up to where its two readings part, what they go on with, and its end."""
+    one, other = row["context_options"]
+    same = [a == b for a, b in zip(one, other, strict=False)]
+    begun = one[: same.index(False) if False in same else len(same)]
+    return {
+        "text": f"{begun} {row['continuation']}",
+        "options": [one.removeprefix(begun), other.removeprefix(begun)],
+        "pronoun": "",  # the file has it replaced already
+        "pronoun_loc": len(begun),
+        "label": row["gold"],
+    }
+
+
+SHAPES: dict[str, Callable[[Row], Row]] = {
+    "hellaswag": _hellaswag,
+    "gsm8k": _gsm8k,
+    "wsc273": _wsc273,
+}

@@ -1,75 +1,42 @@
-"""Texts of evaluation requests as token ids, and the one policy on start tokens.
+"""Texts of evaluation requests as token ids.
 
-Text never yields a special id, so a start token can neither be forged nor come twice.
+Text never yields a special id, so a start token can neither be forged nor come twice; what a chat
+template wrote does, where the template itself wrote it.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
 
-import tokenizers
-
+from loopwise.hub.chat import ChatTexts
+from loopwise.hub.start_token import Bos, start_token
 from loopwise.models.checkpoint import Checkpoint
 
-Bos = Literal["auto", "yes", "no"]
 Pair = tuple[list[int], list[int]]  # context and continuation
 
 
-@dataclass(frozen=True, slots=True)
-class StartToken:
-    """Whether prompts begin with a start token.
+class Encoder:
+    """Prompts, pairs and whole texts of requests as token ids.
 
     Attributes:
-        id: of the token; it also stands for an empty context, whatever ``added`` says.
-        why: for the result file.
+        chat: set once prompts are texts that a chat template made.
     """
-
-    id: int
-    added: bool
-    why: str
-
-    def to_json(self) -> dict[str, Any]:
-        return {"id": self.id, "added": self.added, "why": self.why}
-
-
-def start_token(checkpoint: Checkpoint, asked: Bos = "auto") -> StartToken:
-    """What texts begin with: as asked, else as the tokenizer says, else as training did."""
-    own = checkpoint.tokenizer.bos_id
-    if asked != "auto":
-        return StartToken(own, asked == "yes", "as asked")
-    said = _said_by(checkpoint.tokenizer.to_json())
-    if said is not None:
-        return StartToken(said, True, "tokenizer.json puts it before a text")
-    if "converted_from" in checkpoint.training:
-        return StartToken(own, False, "tokenizer.json puts none before a text")
-    return StartToken(own, True, "the documents of its training begin with it")
-
-
-def _said_by(tokenizer_json: str) -> int | None:
-    """The id that a ``tokenizer.json`` puts before a text by its post-processor, if any."""
-    if not json.loads(tokenizer_json).get("post_processor"):
-        return None
-    inner = tokenizers.Tokenizer.from_str(tokenizer_json)
-    plain = inner.encode("a", add_special_tokens=False).ids
-    framed = inner.encode("a", add_special_tokens=True).ids
-    return framed[0] if framed[:1] != plain[:1] else None
-
-
-class Encoder:
-    """Prompts, pairs and whole texts of requests as token ids."""
 
     def __init__(self, checkpoint: Checkpoint, bos: Bos = "auto") -> None:
         self.tokenizer = checkpoint.tokenizer
-        self.start = start_token(checkpoint, bos)
+        self.start = start_token(checkpoint.tokenizer, checkpoint.training, bos)
+        self.chat: ChatTexts | None = None
 
     def prompts(self, texts: Sequence[str]) -> list[list[int]]:
         """As a model is fed them: with the start token where there is one, never empty."""
-        encoded = self.tokenizer.encode_batch(texts)
+        if self.chat is None:
+            encoded = self.tokenizer.encode_batch(texts)
+        else:
+            encoded = [self.chat.encode(text) for text in texts]
         first = [self.start.id] if self.start.added else []
-        return [[*first, *ids] or [self.start.id] for ids in encoded]
+        # A template may have written the start token itself.
+        framed = [ids if ids[:1] == first else [*first, *ids] for ids in encoded]
+        return [ids or [self.start.id] for ids in framed]
 
     def pairs(self, texts: Sequence[tuple[str, str]]) -> list[Pair]:
         """Contexts and their continuations.
@@ -79,7 +46,8 @@ class Encoder:
         empty context is the start token alone.
         """
         moved = [_move_spaces(context, continuation) for context, continuation in texts]
-        wholes = self.prompts([context + continuation for context, continuation in moved])
+        added = [self._plain(continuation) for _, continuation in moved]
+        wholes = self.prompts([moved[i][0] + text for i, text in enumerate(added)])
         contexts = self.prompts([context for context, _ in moved])
         alone = self.tokenizer.encode_batch([continuation for _, continuation in moved])
         pairs = []
@@ -91,6 +59,10 @@ class Encoder:
             else:
                 pairs.append(([self.start.id], whole if context else scored))
         return pairs
+
+    def _plain(self, text: str) -> str:
+        """Text to go on with what a template made, in which nothing is a special token."""
+        return text if self.chat is None else self.chat.marked(text)
 
 
 def _move_spaces(context: str, continuation: str) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -13,10 +14,12 @@ import torch
 import loopwise
 from loopwise.errors import ConfigError
 from loopwise.exits.rule import ExitRule, parse_rule
-from loopwise.harness.encoding import Bos, Encoder, Pair
+from loopwise.harness.chat import ChatTemplates
+from loopwise.harness.encoding import Encoder, Pair
 from loopwise.harness.generating import ask, generate
 from loopwise.harness.installed import harness
 from loopwise.harness.scoring import Piece, Progress, Scorer
+from loopwise.hub.start_token import Bos
 from loopwise.measure.tiers import named_rule, tier_rule
 from loopwise.models.checkpoint import Checkpoint, load_checkpoint, usual_depth
 
@@ -92,7 +95,8 @@ class LoopwiseLM:
         progress: told (what, done, all).
         options: fields of `ModelOptions`.
     Raises:
-        ConfigError: options that contradict each other or that there are not.
+        ConfigError: options that contradict each other or that there are not, or one of several
+            processes.
         CheckpointError, ExitError, DepthError: a checkpoint that cannot be read or run so.
     """
 
@@ -106,6 +110,12 @@ class LoopwiseLM:
         **options: Any,
     ) -> None:
         super().__init__()
+        processes = os.environ.get("WORLD_SIZE", "1")
+        if processes != "1":
+            raise ConfigError(
+                f"WORLD_SIZE={processes}: a checkpoint is evaluated in one process; start it "
+                "without accelerate launch or torchrun"
+            )
         unknown = [name for name in options if name not in ModelOptions.__dataclass_fields__]
         if unknown:
             raise ConfigError(
@@ -122,6 +132,7 @@ class LoopwiseLM:
             checkpoint = load_checkpoint(Path(checkpoint), _DTYPES[self.options.dtype])
         self.checkpoint = checkpoint
         self.encoder = Encoder(checkpoint, self.options.bos)
+        self.chat = ChatTemplates(checkpoint)
         trained = checkpoint.training.get("seq", DEFAULT_MAX_LENGTH)
         limit = checkpoint.model.geometry.max_positions
         trained = trained if limit is None else min(trained, limit)
@@ -139,15 +150,39 @@ class LoopwiseLM:
         return self.scorer.max_length
 
     @property
+    def batch_sizes(self) -> dict[str, int]:
+        """The largest batches that ran; the harness puts them into its result file."""
+        return dict(self.scorer.tally.batches)
+
+    @property
     def eot_token_id(self) -> int:
         return self.checkpoint.tokenizer.eos_id
 
     @property
     def tokenizer_name(self) -> str:
-        """What the harness's cache of requests tells tokenizers apart by."""
-        return f"{NAME}-{self.checkpoint.tokenizer.fingerprint[:16]}"
+        """What the harness's cache of requests tells tokenizers and templates apart by."""
+        name = f"{NAME}-{self.checkpoint.tokenizer.fingerprint[:16]}"
+        return name if self.chat.digest is None else f"{name}-{self.chat.digest[:16]}"
 
     # What the harness asks for.
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The template that prompts are made with from now on: by name, or the default.
+
+        Raises:
+            ConfigError: no such template.
+        """
+        if chat_template is False or chat_template is None:
+            return None
+        self.encoder.chat = self.chat.texts
+        return self.chat.choose(chat_template)
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """A chat as one prompt; what it begins with is the template's, or else one start token."""
+        self.encoder.chat = self.chat.texts
+        return self.chat.render(chat_history, add_generation_prompt)
 
     def loglikelihood(
         self, requests: Sequence[Any], disable_tqdm: bool = False
@@ -206,6 +241,7 @@ class LoopwiseLM:
             "exit_rule": str(rule),
             "kv_policy": self.scorer.kv_policy.name,
             "start_token": self.encoder.start.to_json(),
+            "chat_template": self.chat.to_json(),
             "options": {
                 **asdict(self.options),
                 "max_length": self.max_length,

@@ -62,6 +62,7 @@ class Tally:
         scored: tokens whose probability was asked for or that were made.
         scored_depth: recurrences behind those, summed.
         busy_s: seconds inside the model.
+        batches: the most requests that ran together, by kind of work: one pass, or the engine.
     """
 
     rows: int = 0
@@ -69,12 +70,16 @@ class Tally:
     scored: int = 0
     scored_depth: int = 0
     busy_s: float = 0.0
+    batches: dict[str, int] = field(default_factory=dict)
     requests: dict[str, int] = field(default_factory=dict)
     truncated: dict[str, int] = field(default_factory=dict)
 
     def count(self, kind: str, requests: int, truncated: int) -> None:
         self.requests[kind] = self.requests.get(kind, 0) + requests
         self.truncated[kind] = self.truncated.get(kind, 0) + truncated
+
+    def together(self, kind: str, requests: int) -> None:
+        self.batches[kind] = max(self.batches.get(kind, 0), requests)
 
     def to_json(self) -> dict[str, Any]:
         """As plain values; means are None where nothing ran."""
@@ -83,6 +88,7 @@ class Tally:
             "requests_by_kind": dict(self.requests),
             "truncated_requests": sum(self.truncated.values()),
             "truncated_by_kind": dict(self.truncated),
+            "largest_batch": dict(self.batches),
             "tokens": self.rows,
             "core_row_steps": self.core_row_steps,
             "mean_depth": self.core_row_steps / self.rows if self.rows else None,
@@ -154,13 +160,15 @@ class Scorer:
 
     def engine(self, longest: int, requests: int) -> Engine:
         """An engine for requests of at most ``longest`` tokens, prompt and output."""
+        slots = min(self.batch or 16, requests)
+        self.tally.together("engine", slots)
         return Engine.from_checkpoint(
             self.checkpoint,
             EngineConfig(
                 exit=str(self.rule),
                 max_depth=self.rule.max_depth,
                 kv_policy=self.kv_policy.name,
-                slots=min(self.batch or 16, requests),
+                slots=slots,
                 max_seq=longest,
                 logits_exits=self.policy.reads.runs_coda,
             ),
@@ -191,6 +199,7 @@ class Scorer:
     @torch.no_grad()
     def _parallel(self, pieces: Sequence[Piece]) -> list[Score]:
         batch = batch_of(pieces)
+        self.tally.together("pass", len(pieces))
         rows = sum(len(piece.token_ids) - 1 for piece in pieces)
         self.tally.rows += rows
         self.tally.scored += batch.n_targets

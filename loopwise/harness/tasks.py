@@ -24,6 +24,7 @@ SEVEN = f"seven{ENDING}"
 DATA_DIR_VARIABLE = "LOOPWISE_EVAL_DATA"
 _HERE = Path(__file__).parent / "tasks"
 _STOCK_FILE = re.compile(r'"\$\{stock\}/([^"]+)"')
+_NO_USE = ("Custom kwargs", "but aggregation is not", "but higher_is_better is not")
 _BLIMP_GROUP = """\
 group: blimp_local
 task: [{tasks}]
@@ -41,12 +42,13 @@ def local_names() -> list[str]:
 def load_tasks(names: Sequence[str], data_dir: Path | None) -> dict[str, Any]:
     """Tasks with their data, as the harness's ``evaluate`` takes them.
 
-    Stock names make the harness read all its task files first, which takes some seconds.
+    A task that is asked for alone and in groups is run once, and counts in each. Stock names make
+    the harness read all its task files first, which takes some seconds.
 
     Args:
         data_dir: folder of the local tasks' files.
     Raises:
-        ConfigError: an unknown name, a task twice, or no folder for a local task.
+        ConfigError: an unknown name, or no folder for a local task.
         DataError: a file that lacks or is broken, or data that the network does not give.
         MissingExtraError: the harness is not installed.
     """
@@ -111,13 +113,14 @@ def _load(manager: Any, names: list[str]) -> dict[str, Any]:
     log = logging.getLogger("lm_eval.api.task")
     log.addFilter(_is_of_use)
     try:
-        return manager.load(names)
+        # One at a time: together, the harness refuses those that share a task.
+        merged: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
+        for name in names:
+            for part, found in manager.load([name]).items():
+                merged[part] |= found
+        return merged
     except LoopwiseError:
         raise
-    except ValueError as err:
-        if "Duplicate task" not in str(err):
-            raise
-        raise ConfigError(f"a task is asked for twice, alone and in a group: {err}") from None
     except OSError as err:
         first = (str(err).strip().splitlines() or [type(err).__name__])[0]
         raise DataError(
@@ -129,8 +132,9 @@ def _load(manager: Any, names: list[str]) -> dict[str, Any]:
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:
-    """Not advice on options of the harness's own command, which a local task has no need of."""
-    return "Custom kwargs" not in record.getMessage()
+    """Not advice on options of the harness's own command, which a local task has no need of, nor
+    on what its own task files leave out."""
+    return not any(part in record.getMessage() for part in _NO_USE)
 
 
 def _require_known(name: str, known: Sequence[str]) -> None:

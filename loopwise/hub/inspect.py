@@ -11,6 +11,7 @@ from safetensors import safe_open
 from loopwise.data import PackedBlocks, ReadOptions, ReadReport, read_documents, tokenize
 from loopwise.engine.kv_policy import KV_POLICIES, parse_kv_policy
 from loopwise.errors import ConfigError, DivergenceError
+from loopwise.hub.precision import precision_lines, precision_report
 from loopwise.measure.calibrate import HORIZON, judge_convergence
 from loopwise.measure.evaluate import batches, check_depths
 from loopwise.measure.trace import trace_batch
@@ -36,7 +37,7 @@ def inspect_checkpoint(
     tokens: int = 2048,
     progress: Callable[[int, int], None] | None = None,
 ) -> Facts:
-    """Shape, price and contraction of a checkpoint, as plain values.
+    """Shape, price, drift under bfloat16 and contraction of a checkpoint, as plain values.
 
     Args:
         sources: text to watch it on; by default some of the built-in corpus.
@@ -81,7 +82,12 @@ def inspect_checkpoint(
         if not 1 <= mean <= full:
             raise ConfigError(f"--depth {mean:g} must lie between 1 and the full depth of {full}")
         facts["cap"] = {"mean_depth": mean, "speed_up": costs.cap(full, mean)}
-    facts["contraction"] = contraction_report(checkpoint, sources, full, tokens, progress)
+    documents = list(read_documents(list(sources or BUILT_IN), ReadOptions(), ReadReport()))
+    blocks = PackedBlocks(tokenize(documents, checkpoint.tokenizer), _SEQ, seed=0, shuffle=False)
+    n_blocks = min(max(1, tokens // _SEQ), blocks.n_blocks)
+    facts["text"] = list(sources or BUILT_IN)
+    facts["contraction"] = contraction_report(model, blocks, full, n_blocks, progress)
+    facts["precision"] = precision_report(model, blocks.batch(0, 1), full)
     return facts
 
 
@@ -113,10 +119,10 @@ def kv_table(model: LoopedLM, full_depth: int | None) -> list[Facts]:
 
 
 def contraction_report(
-    checkpoint: Checkpoint,
-    sources: Sequence[str] | None,
+    model: LoopedLM,
+    blocks: PackedBlocks,
     full_depth: int | None,
-    tokens: int,
+    n_blocks: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> Facts:
     """Whether the loop settles on some text, with the verdict as one sentence.
@@ -125,30 +131,26 @@ def contraction_report(
         ``trusted``, ``sentence``, and what :func:`judge_convergence` measured; a model of one
         recurrence is not run.
     """
-    limit = checkpoint.model.geometry.max_depth
+    limit = model.geometry.max_depth
     if limit == 1:
         sentence = "This model runs one recurrence, so there is nothing for an exit rule to save."
         return {"trusted": False, "sentence": sentence}
-    documents = list(read_documents(list(sources or BUILT_IN), ReadOptions(), ReadReport()))
-    store = tokenize(documents, checkpoint.tokenizer)
-    blocks = PackedBlocks(store, _SEQ, seed=0, shuffle=False)
     # At depth 1 there is no step to judge, so the loop is judged where watching it ends.
     judged = full_depth if full_depth is not None and full_depth > 1 else _cut(HORIZON, limit)
     horizon = _cut(max(HORIZON, 2 * judged), limit)
-    n_blocks = min(max(1, tokens // _SEQ), blocks.n_blocks)
     diverged = None
     try:
-        seen = _watch(checkpoint.model, blocks, horizon, n_blocks, progress)
+        seen = _watch(model, blocks, horizon, n_blocks, progress)
     except DivergenceError as err:
         diverged = str(err).split(":")[0]
         try:
-            seen = _watch(checkpoint.model, blocks, judged, n_blocks, progress)
+            seen = _watch(model, blocks, judged, n_blocks, progress)
         except DivergenceError:
             return {"trusted": False, "sentence": f"{_NO}: {diverged}."}
     found = judge_convergence(seen["change"].numpy(), seen["kl_prev"].numpy(), judged, diverged)
     trusted = found["converges"]
     sentence = f"{_YES if trusted else _NO}: {'; '.join(found['evidence'])}."
-    return {"trusted": trusted, "sentence": sentence, "text": list(sources or BUILT_IN), **found}
+    return {"trusted": trusted, "sentence": sentence, **found}
 
 
 _YES = "Exit rules that watch the model settle may be trusted"
@@ -235,5 +237,6 @@ def inspect_lines(facts: Facts) -> list[str]:
             f"cap           {cap['speed_up']:.2f}x at mean depth {cap['mean_depth']:g} of {full}, "
             "checks taken as free"
         )
+    lines += precision_lines(facts["precision"])
     lines.append(facts["contraction"]["sentence"])
     return lines

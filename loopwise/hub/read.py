@@ -6,39 +6,37 @@ so they are refused unless asked for, and then read by PyTorch's weights-only lo
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from loopwise.config import read_json_object
 from loopwise.errors import CheckpointError
+from loopwise.hub.pickles import PICKLES, unpickle
 
 LFS_POINTER = b"version https://git-lfs.github.com"
-PICKLES = (".bin", ".pt", ".pth")
 # What torch.compile, data parallelism and Huginn's pretraining code leave before every key.
 WRAPPERS = ("_orig_mod._original_module.", "_orig_mod.", "module.")
-# Where training scripts keep the weights among other things.
-NESTS = ("model", "state_dict", "model_state_dict")
+DEFAULT_TEMPLATE = "default"  # name of a chat template that has no other
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a folder holds, before anything is made of it.
+    """What a folder or file holds, before anything is made of it.
 
     Attributes:
-        path: the folder.
-        config: its ``config.json``.
+        path: of the folder, or of a file that holds all of it.
+        config: its ``config.json``, or the settings that lie beside the weights of one file.
         shapes: of every tensor, by key.
         read: loads one tensor by key, in the dtype it is stored in.
         tokenizer: makes the text of a ``tokenizer.json``, where weights and tokenizer are one file.
         special_ids: ``bos`` and ``eos`` of the source's own tokenizer, where it says them.
+        chat_templates: by name, where they are in the file of the weights.
     """
 
     path: Path
@@ -47,31 +45,49 @@ class Source:
     read: Callable[[str], Tensor]
     tokenizer: Callable[[], str] | None = None
     special_ids: Mapping[str, int] = field(default_factory=dict)
+    chat_templates: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        """Where a tokenizer and the like may lie."""
+        return self.path.parent if self.path.is_file() else self.path
 
     def describe(self) -> str:
         """What was found, in one clause."""
-        kind = self.config.get("model_type")
-        names = self.config.get("architectures")
+        known = {key: self.config.get(key) for key in ("model_type", "architectures")}
+        if any(known.values()):
+            said = ", ".join(f"{key} {value!r}" for key, value in known.items())
+        elif self.config:
+            fields = [f"{key}={value!r}" for key, value in self.config.items()]
+            said = f"config fields {_some(fields, 8)}"
+        else:
+            said = "no config"
         keys = sorted(self.shapes)
-        return (
-            f"model_type {kind!r}, architectures {names!r}, {len(keys)} tensors "
-            f"({', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''})"
-        )
+        spelt = [f"{key} {list(self.shapes[key])}" for key in keys]
+        return f"{said}, {len(keys)} tensors ({_some(spelt, 3)})"
 
 
 def open_source(path: Path, *, allow_pickle: bool = False) -> Source:
-    """Look into a folder; no tensor of a safetensors file is loaded yet.
+    """Look into a folder, or a pickle file; no tensor of a safetensors file is loaded yet.
+
+    A pickle needs no ``config.json`` beside it where the file holds settings itself; whether they
+    suffice is for the formats to say.
 
     Raises:
-        CheckpointError: no such folder, no config or weights in it, a file that is truncated or a
-            Git LFS pointer, a missing shard, or a pickle that was not allowed.
+        CheckpointError: no such folder or file, no config or weights in it, a file that is
+            truncated or a Git LFS pointer, a missing shard, or a pickle that was not allowed.
     """
+    if path.is_file():
+        return _from_file(path, allow_pickle)
     if not path.is_dir():
         raise CheckpointError(f"no checkpoint folder at {str(path)!r}; check the path")
     if not (path / "config.json").is_file():
         metas = sorted(path.glob("meta_*.json"))
         if metas:
             return _from_nanochat(path, metas, allow_pickle)
+        files = [p for p in path.iterdir() if p.suffix in PICKLES and p.is_file()]
+        if len(files) == 1:
+            return _from_file(files[0], allow_pickle)
         raise CheckpointError(f"{str(path)!r} has no config.json (found: {_listing(path)})")
     refuse_pointer(path / "config.json")
     config = read_json_object(path / "config.json", CheckpointError)
@@ -166,47 +182,46 @@ def _from_nanochat(path: Path, metas: list[Path], allow_pickle: bool) -> Source:
     return _from_pickles(path, config, [weights], allow_pickle)
 
 
-def _from_pickles(
-    path: Path, config: Mapping[str, Any], files: list[Path], allow_pickle: bool
-) -> Source:
-    names = ", ".join(file.name for file in files[:3])
+def _from_file(path: Path, allow_pickle: bool) -> Source:
+    """One file of weights and perhaps settings; a ``config.json`` beside it wins over those."""
+    refuse_pointer(path)
+    if path.suffix not in PICKLES:
+        raise CheckpointError(
+            f"{str(path)!r} is a file; give the folder that holds it and its config.json, a GGUF "
+            f"file, or one that ends with {', '.join(PICKLES)}"
+        )
+    _require_allowed(path, [path], allow_pickle)
+    beside = path.parent / "config.json"
+    tensors, config = unpickle(path)
+    if beside.is_file():
+        refuse_pointer(beside)
+        config = read_json_object(beside, CheckpointError)
+    return _in_memory(path, config, tensors)
+
+
+def _require_allowed(path: Path, files: list[Path], allow_pickle: bool) -> None:
     if not allow_pickle:
+        names = ", ".join(file.name for file in files[:3])
         raise CheckpointError(
             f"{str(path)!r} has its weights in pickle files ({names}), which can run code when "
             "they are read; allow it with --allow-pickle (they are then loaded weights-only)"
         )
-    tensors: dict[str, Tensor] = {}
-    for file in files:
-        tensors |= _unpickle(file)
+
+
+def _in_memory(path: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) -> Source:
     shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     return _unwrapped(path, config, shapes, lambda key: tensors[key])
 
 
-def _unpickle(path: Path) -> dict[str, Tensor]:
-    refuse_pointer(path)
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as err:
-        raise CheckpointError(
-            f"{str(path)!r} is damaged or holds more than weights, so it was not loaded "
-            f"({_first_line(err)})"
-        ) from None
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as err:  # as damage shows
-        raise CheckpointError(
-            f"{str(path)!r} is truncated or no PyTorch file ({_first_line(err)}); copy it again"
-        ) from None
-    for nest in NESTS:
-        if isinstance(content, dict) and isinstance(content.get(nest), dict):
-            content = content[nest]
-            break
-    if not isinstance(content, dict) or not content:
-        raise CheckpointError(f"{str(path)!r} holds a {type(content).__name__}, not named tensors")
-    strange = [key for key, value in content.items() if not isinstance(value, Tensor)]
-    if strange:
-        raise CheckpointError(
-            f"{str(path)!r} holds things that are no tensors: {', '.join(map(str, strange[:5]))}"
-        )
-    return content
+def _from_pickles(
+    path: Path, config: Mapping[str, Any], files: list[Path], allow_pickle: bool
+) -> Source:
+    _require_allowed(path, files, allow_pickle)
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        refuse_pointer(file)
+        tensors |= unpickle(file)[0]
+    return _in_memory(path, config, tensors)
 
 
 def _unwrapped(
@@ -221,8 +236,8 @@ def _unwrapped(
     return Source(path, config, plain, lambda key: read(prefix + key))
 
 
-def _first_line(err: Exception) -> str:
-    return (str(err).splitlines() or [type(err).__name__])[0]
+def _some(items: list[str], most: int) -> str:
+    return ", ".join(items[:most]) + (", ..." if len(items) > most else "")
 
 
 def _listing(path: Path) -> str:

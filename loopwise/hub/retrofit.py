@@ -7,6 +7,7 @@ training with random depth. Source: McLeish et al. 2025, arXiv:2511.07384.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from loopwise.errors import CheckpointError, ConfigError
+from loopwise.hub.chat import templates_in, write_templates
 from loopwise.hub.formats.base import always
 from loopwise.models.base import LoopedLM
 from loopwise.models.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
@@ -33,6 +35,7 @@ PARTS = ("prelude", "core", "coda")
 # that all depths say what depth 1 says. ``latent``: its own output, so that depth r runs the core's
 # layers r times in a row.
 Start = Literal["injection", "latent"]
+HEALING_TEXT = "TEXT.jsonl"  # what the printed command trains on, to be put in
 _GATE_TOKENS = 64
 _OUTSIDE = ("embedding.weight", "norm_final.weight", "unembedding.weight")
 
@@ -69,7 +72,8 @@ def retrofit(
 
     Args:
         source: a checkpoint of architecture ``fixed``.
-        layers: for each of PARTS a list such as ``0-3`` or ``4,6,8-10``.
+        layers: for each of PARTS a list such as ``0-3`` or ``4,6,8-10``; a lone number is so many
+            first layers for the prelude and so many last ones for the coda.
         start: what recurrences start from.
     Raises:
         ConfigError: a list that is empty, out of range, or shares a layer with another.
@@ -107,7 +111,10 @@ def retrofit(
         },
         "depth": checkpoint.training.get("depth", always(1)),
     }
+    if "converted_from" in checkpoint.training:  # so that texts begin as there, until it is trained
+        facts["converted_from"] = checkpoint.training["converted_from"]
     save_checkpoint(out, model, checkpoint.tokenizer, facts, state=state)
+    write_templates(out, templates_in(checkpoint.path))
     kept = {i for of in taken.values() for i in of}
     return Retrofit(
         source=source,
@@ -122,24 +129,51 @@ def retrofit(
 
 
 def retrofit_lines(done: Retrofit) -> list[str]:
-    """The summary for people."""
+    """The summary for people, ending with a command that trains what was made."""
+    n_layers = len(done.dropped) + sum(map(len, done.layers.values()))
+    ends = [i for i in (0, n_layers - 1) if i in done.dropped]
+    named = " and ".join(f"{'first' if i == 0 else 'last'} layer {i}" for i in ends)
+    warning = f"warning: the source's {named} dropped, which its embedding and head are used to"
     parts = "; ".join(f"{part} {_spelt(of)}" for part, of in done.layers.items())
     return [
         f"{done.source} -> {done.out}",
         f"layers: {parts}; dropped {_spelt(done.dropped) or 'none'}",
+        *([warning] if ends else []),
         f"{done.parameters:,} parameters of {done.source_parameters:,}",
         f"depth 1 equals the source without the dropped layers to {done.gate_error:.2g} in logits "
         f"(at most {GATE:g})",
-        f"next: train it with random depth: loopwise train --from {done.out}",
+        "next: heal it, its depth growing, the source teaching, on text like the source's own:",
+        f"  {healing(done.source, done.out)}",
     ]
+
+
+def healing(source: Path, out: Path) -> str:
+    """The command that trains a retrofitted checkpoint, to be edited: text, steps and depth."""
+    settings = {
+        "depth.mean": 4,
+        "depth.curriculum": "1-sqrt",
+        "objective.distil_from": source,
+        "objective.distil_weight": 0.5,
+        "train.seq": 256,
+        "train.steps": 1000,
+    }
+    words = ["loopwise", "train", "--from", out, "--data", HEALING_TEXT, "--out", f"{out}-healed"]
+    for name, value in settings.items():
+        words += ["--set", f"{name}={value}"]
+    return shlex.join(map(str, words))
 
 
 def parse_layers(text: str, part: str, n_layers: int) -> list[int]:
     """``0-3,7`` as layer numbers in the order written.
 
+    A lone number N is the first N layers for ``prelude`` and the last N for ``coda``; for ``core``
+    it could be either, and is refused.
+
     Raises:
         ConfigError: empty, not numbers, backwards, out of range, or a layer named twice.
     """
+    if text.strip().isdecimal():
+        return _so_many(int(text), part, n_layers)
     out: list[int] = []
     for piece in (p.strip() for p in text.split(",") if p.strip()):
         first, dash, last = piece.partition("-")
@@ -159,6 +193,20 @@ def parse_layers(text: str, part: str, n_layers: int) -> list[int]:
     if twice:
         raise ConfigError(f"--{part} {text!r} names layer {twice[0]} twice; leave one out")
     return out
+
+
+def _so_many(count: int, part: str, n_layers: int) -> list[int]:
+    if part == "core":
+        raise ConfigError(
+            f"--core {count} may mean layer {count} or {count} layers; write a range such as "
+            f"10-17, or {count}-{count} for that layer alone"
+        )
+    if not 1 <= count <= n_layers:
+        raise ConfigError(
+            f"--{part} {count} asks for {count} layers; the source has {n_layers}, 0-{n_layers - 1}"
+            f" (write {count}-{count} for layer {count} alone)"
+        )
+    return list(range(count) if part == "prelude" else range(n_layers - count, n_layers))
 
 
 def raven_config(source: FixedConfig, taken: Mapping[str, list[int]], start: Start) -> RavenConfig:

@@ -193,6 +193,27 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         }
         for i in range(8)
     ],
+    "wsc273-test": [
+        {
+            "context_options": [
+                f"The {i} men refused the boys because the {i} men",
+                f"The {i} men refused the boys because the boys",
+            ],
+            "continuation": "feared noise.",
+            "gold": i % 2,
+        }
+        for i in range(6)
+    ],
+    "basic-arithmetic-valid": [
+        {
+            "id": str(i),
+            "question": f"Calculate {i} + 9 =",
+            "choices": {"text": ["1", "2", "3", str(i + 9)], "label": ["A", "B", "C", "D"]},
+            "answerKey": "D",
+            "type_tag": "easy",
+        }
+        for i in range(6)
+    ],
     "blimp": [
         {
             "sentence_good": f"The {n} dogs bark.",

@@ -25,8 +25,10 @@ from loopwise.harness.commands import (
 )
 from loopwise.harness.model import ModelOptions
 from loopwise.harness.tasks import DATA_DIR_VARIABLE, SEVEN
+from loopwise.hub.chat import write_templates
 from loopwise.models.checkpoint import write_exits
 from tests.harness.cases import ROWS, loaded, naive_pair, write_local
+from tests.test_cli import answer, refused, run
 
 RULE = "latent-change:0.8,max=6"
 
@@ -120,6 +122,55 @@ class TestRun:
                     if isinstance(value, float):
                         assert again["results"][task][name] == pytest.approx(value, rel=1e-4), name
 
+    def test_u27_41_questions_score_the_same_in_batches_that_do_not_divide_them(
+        self, checkpoint, tmp_path
+    ):
+        rows = [
+            {"goal": f"open {'the ' * (i % 7)}jar {i}", "sol1": "twist", "sol2": "sing", "label": 0}
+            for i in range(41)
+        ]
+        (tmp_path / "piqa-valid.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+        found = {}
+        for batch, largest in ((1, 1), (4, 4), (16, 16), (None, None)):
+            asked = options(tmp_path, {"depth": 2, "batch": batch})
+            result = tasks_command(checkpoint.path, ["piqa_local"], asked, Heard())
+            assert result["n_samples"]["piqa_local"] == {"original": 41, "effective": 41}
+            assert result["requests"] == 82
+            told = result["largest_batch"]["pass"]
+            assert told == largest if largest is not None else 16 < told <= 82
+            found[batch] = result["results"]["piqa_local"]
+        for batch in (4, 16, None):
+            assert found[batch] == found[1], batch
+
+    def test_u34_a_chat_template_is_used_on_request_and_told(self, folder, tmp_path):
+        pytest.importorskip("transformers")
+        checkpoint = loaded(tmp_path / "checkpoint")
+        asked = options(folder, chat_template=True, too_long="skip")
+        with pytest.raises(ConfigError, match="has no chat template"):
+            tasks_command(checkpoint.path, ["copa_local"], asked, Heard())
+        template = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+        write_templates(checkpoint.path, {"default": template})
+        told = tasks_command(checkpoint.path, ["copa_local"], asked, Heard())
+        assert told["settings"]["chat_template"]["text"] == template
+        plain = tasks_command(checkpoint.path, ["copa_local"], options(folder), Heard())
+        assert plain["settings"]["chat_template"] is None
+        assert told["tokens"] > plain["tokens"], "each names its role"
+
+    def test_two_runs_write_the_same_configs(self, checkpoint, folder):
+        """A task's functions were written as where they lay in memory."""
+        names = ["copa_local", "gsm8k_local", "lambada_openai_local", "wikitext_local"]
+        asked = options(folder, {"depth": 1, "max_length": 1024}, limit=1)
+        found = tasks_command(checkpoint.path, names, asked, Heard())
+        text = json.dumps(found["configs"])
+        assert " at 0x" not in text
+        assert "return doc" in found["configs"]["copa_local"]["doc_to_text"]
+
+    def test_a_group_and_a_task_of_it(self, checkpoint, folder):
+        asked = options(folder, limit=1)
+        found = tasks_command(checkpoint.path, [SEVEN, "piqa_local"], asked, Heard())
+        scores = [found["results"][name]["acc,none"] for name in found["tasks"]]
+        assert found["groups"][SEVEN]["acc,none"] == pytest.approx(sum(scores) / 7)
+
     def test_limit_and_examples_are_what_the_harness_makes_of_them(self, checkpoint, folder):
         heard = Heard()
         asked = options(folder, {"depth": 1, "max_length": 999}, limit=3, num_fewshot=2)
@@ -189,6 +240,26 @@ class TestRun:
         assert found["settings"]["options"]["tier"] == "balanced"
         assert found["settings"]["kv_policy"] == "last"
         assert any("nothing is promised" in text for text in heard.warnings)
+
+
+class TestCommandLine:
+    """As users type it: ``loopwise eval CHECKPOINT --tasks ...``, without naming a subcommand."""
+
+    def test_tasks_are_what_eval_does_where_no_other_command_is_named(self, checkpoint, folder):
+        pytest.importorskip("lm_eval")
+        asked = ("--tasks", "copa_local", "--data-dir", folder, "--limit", "2", "--json")
+        named = answer(run("eval", "tasks", checkpoint.path, *asked))
+        for words in ((checkpoint.path, *asked), (*asked, checkpoint.path)):
+            found = answer(run("eval", *words))
+            assert found["results"] == named["results"]
+
+    def test_what_is_meant_is_told_where_it_is_not(self, checkpoint, tmp_path):
+        lacks = run("eval", checkpoint.path)
+        assert lacks.exit_code == 2 and "Missing option '--tasks'" in lacks.stderr
+        misspelt = run("eval", "perplexty", checkpoint.path)
+        assert misspelt.exit_code == 2 and "No such command 'perplexty'" in misspelt.stderr
+        refused(run("eval", tmp_path / "no", "--tasks", "copa_local"), "no checkpoint at")
+        assert "perplexity" in run("eval", "--help").stdout
 
 
 class TestRefusals:

@@ -6,12 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from loopwise.harness.encoding import Encoder, start_token
+from loopwise.harness.encoding import Encoder
+from loopwise.hub.chat import ChatTexts
+from loopwise.hub.start_token import Bos, StartToken, start_token
+from loopwise.models.checkpoint import Checkpoint
 from loopwise.tokenizer import BPETokenizer, ByteTokenizer
 from tests.harness.cases import framed, loaded
 
 CONVERTED = {"converted_from": {"format": "llama"}}
 BOS = ByteTokenizer.bos_id
+
+
+def start_of(checkpoint: Checkpoint, asked: Bos = "auto") -> StartToken:
+    return start_token(checkpoint.tokenizer, checkpoint.training, asked)
 
 
 @pytest.fixture
@@ -27,24 +34,24 @@ def bpe() -> BPETokenizer:
 def test_the_tokenizer_says_whether_texts_begin_with_a_start_token(checkpoint, bpe):
     plain = replace(checkpoint, tokenizer=bpe, training=CONVERTED)
     with_start = replace(plain, tokenizer=framed(bpe))
-    assert not start_token(plain).added
-    assert start_token(with_start).added
-    assert start_token(with_start).id == bpe.bos_id
+    assert not start_of(plain).added
+    assert start_of(with_start).added
+    assert start_of(with_start).id == bpe.bos_id
     assert Encoder(with_start).prompts(["the dog"])[0] == [bpe.bos_id, *bpe.encode("the dog")]
     assert Encoder(plain).prompts(["the dog"])[0] == bpe.encode("the dog")
 
 
 def test_models_trained_here_begin_as_their_training_did_and_asking_wins(checkpoint):
-    assert start_token(checkpoint).added
-    assert not start_token(checkpoint, "no").added
+    assert start_of(checkpoint).added
+    assert not start_of(checkpoint, "no").added
     converted = replace(checkpoint, training=CONVERTED)
-    assert not start_token(converted).added
-    assert start_token(converted, "yes").added
+    assert not start_of(converted).added
+    assert start_of(converted, "yes").added
 
 
 def test_the_checkpoint_may_know_another_start_token_than_its_tokenizer(checkpoint):
     said = replace(checkpoint, training={**CONVERTED, "special_ids": {"bos": 65, "eos": [66]}})
-    assert start_token(said).id == 65
+    assert start_of(said).id == 65
     assert Encoder(said).pairs([("", "hi")]) == [([65], list(b"hi"))]
 
 
@@ -79,3 +86,17 @@ def test_u28_exactly_one_start_token_and_first(checkpoint):
         assert encoder.prompts([text])[0][0] == BOS
         context, continuation = encoder.pairs([(text, " x")])[0]
         assert (context[0], (context + continuation).count(BOS)) == (BOS, 1)
+
+
+def test_u28_a_rendered_prompt_has_one_start_token_whoever_writes_it(checkpoint):
+    """Special tokens of a template are ids, its content is text, a continuation too."""
+    encoder = Encoder(checkpoint)
+    encoder.chat = ChatTexts(checkpoint.tokenizer)
+    for rendered in ("<|bos|>hi", "hi"):
+        assert encoder.prompts([rendered]) == [[BOS, *b"hi"]]
+    eos = ByteTokenizer.eos_id
+    content = encoder.chat.marked("say <|eos|>")
+    assert encoder.prompts([f"<|bos|>{content}<|eos|>"]) == [[BOS, *b"say <|eos|>", eos]]
+    assert encoder.pairs([("<|bos|>hi<|eos|>", " <|eos|>")]) == [
+        ([BOS, *b"hi", eos], list(b" <|eos|>"))
+    ]

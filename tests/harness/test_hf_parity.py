@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from loopwise.data import Document
 from loopwise.harness.model import harness_class, register
 from loopwise.hub.convert import convert
-from loopwise.models.checkpoint import load_checkpoint
+from loopwise.measure.perplexity import perplexity
+from loopwise.models.checkpoint import load_checkpoint, save_checkpoint
+from loopwise.models.recurrent import RecurrentConfig, RecurrentModel
 from loopwise.tokenizer import BPETokenizer
 from tests.harness.cases import PAIRS, framed, log_softmax_of, write_local
+from tests.naive import roughen
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -104,6 +108,82 @@ def test_a_tokenizer_that_puts_a_start_token_first_is_followed(folders, tmp_path
     after = log_softmax_of(checkpoint.model, [bos, *ids], 1)[:-1]
     once = float(after.gather(1, torch.tensor(ids)[:, None]).sum())
     assert ours.loglikelihood_rolling(whole) == pytest.approx([once], abs=1e-3)
+
+
+@pytest.fixture(scope="module")
+def own(folders) -> Path:
+    """A checkpoint as training here leaves it: texts begin with a start token."""
+    root = folders[0].parent
+    tokenizer = load_checkpoint(folders[1]).tokenizer
+    torch.manual_seed(1)
+    config = RecurrentConfig(
+        vocab_size=tokenizer.vocab_size, d_model=48, n_heads=4, n_kv_heads=2, d_ff=64
+    )
+    training = {"seq": LIMIT, "depth": {"true_mean": 3.0}}
+    model = RecurrentModel(config)
+    roughen(model, 1)
+    save_checkpoint(root / "own", model, tokenizer, training)
+    return root / "own"
+
+
+def hf_of(path: Path, **options: Any) -> Any:
+    """Their backend on a folder of ours, which it loads by the Auto classes."""
+    from lm_eval.models.huggingface import HFLM
+
+    import loopwise.hub  # noqa: F401 - what makes the Auto classes know us
+
+    return HFLM(
+        pretrained=str(path),
+        device="cpu",
+        dtype="float32",
+        batch_size=2,
+        max_length=LIMIT,
+        **options,
+    )
+
+
+def test_a_folder_of_ours_scores_the_same_under_their_backend(own):
+    """Its tokenizer decoded the start token to nothing, so they took every text to begin with it
+    and left it out."""
+    theirs, ours = hf_of(own), harness_class()(own)
+    assert ours.encoder.start.added
+    assert theirs.tok_encode("Tom") == ours.encoder.prompts(["Tom"])[0]
+    scored = instances("loglikelihood", *PAIRS, ("many words " * 40, " and an end"))
+    wanted = theirs.loglikelihood(scored, disable_tqdm=True)
+    assert [ll for ll, _ in ours.loglikelihood(scored)] == pytest.approx(
+        [ll for ll, _ in wanted], abs=1e-4
+    )
+    settings = {"until": ["\n\n\n"], "max_gen_toks": 8, "do_sample": False}
+    made = instances("generate_until", ("Mia had", settings), ("Who?", settings))
+    assert ours.generate_until(made) == theirs.generate_until(made, disable_tqdm=True)
+    # Of whole texts theirs scores a second start token, as with Llama; told to add none, it agrees.
+    whole = instances("loglikelihood_rolling", ("Mia had 3 apples.",), ("a longer one " * 30,))
+    once = hf_of(own, add_bos_token=False).loglikelihood_rolling(whole, disable_tqdm=True)
+    assert ours.loglikelihood_rolling(whole) == pytest.approx(once, abs=1e-3, rel=1e-5)
+    twice = theirs.loglikelihood_rolling(whole[:1], disable_tqdm=True)
+    ids = theirs.tok_encode("Mia had 3 apples.")
+    fed = [ids[0], *ids]
+    after = log_softmax_of(load_checkpoint(own).model, fed, 3)[:-1]
+    by_hand = float(after.gather(1, torch.tensor(fed[1:])[:, None]).sum())
+    assert twice == pytest.approx([by_hand], abs=1e-3)
+
+
+def test_a_converted_folder_scores_the_same_under_their_backend(folders):
+    """Its source puts no start token before a text, and neither do we, whole texts among them."""
+    theirs, ours = hf_of(folders[1]), harness_class()(folders[1], max_length=LIMIT)
+    assert not ours.encoder.start.added
+    scored = instances("loglikelihood", *PAIRS)
+    assert [ll for ll, _ in ours.loglikelihood(scored)] == pytest.approx(
+        [ll for ll, _ in theirs.loglikelihood(scored, disable_tqdm=True)], abs=1e-4
+    )
+    whole = instances("loglikelihood_rolling", ("Mia had 3 apples.",), ("a longer one " * 30,))
+    wanted = theirs.loglikelihood_rolling(whole, disable_tqdm=True)
+    assert ours.loglikelihood_rolling(whole) == pytest.approx(wanted, abs=1e-3, rel=1e-5)
+    text = "Mia had 3 apples."
+    checkpoint = load_checkpoint(folders[1])
+    found = perplexity(checkpoint.model, checkpoint.tokenizer, [Document(text)], "document", [1])
+    n = len(checkpoint.tokenizer.encode(text))
+    assert found["by_depth"][1]["nll_nats"] * n == pytest.approx(-wanted[0], abs=1e-3)
 
 
 def instances(kind: str, *arguments: tuple) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import tomllib
 from pathlib import Path
@@ -12,6 +13,7 @@ from loopwise.data import Document
 from loopwise.errors import ConfigError, DepthError, ExitError, MissingExtraError
 from loopwise.harness.installed import OLDEST, TOO_NEW, harness
 from loopwise.harness.model import LoopwiseLM, ModelOptions, harness_class, register
+from loopwise.hub.chat import write_templates
 from loopwise.measure.perplexity import perplexity
 from loopwise.models.checkpoint import write_exits
 from loopwise.tokenizer import ByteTokenizer
@@ -244,3 +246,91 @@ def test_the_versions_that_are_tested_are_those_the_extra_asks_for():
     extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     oldest, too_new = (".".join(map(str, bound)) for bound in (OLDEST, TOO_NEW))
     assert extras["project"]["optional-dependencies"]["eval"] == [f"lm-eval>={oldest},<{too_new}"]
+
+
+def test_u27_the_batches_that_ran_are_told(checkpoint):
+    """Also where nobody said how large they should be."""
+    for asked, largest in ((2, 2), (None, 5), ("auto", 5)):
+        model = LoopwiseLM(checkpoint, batch_size=asked, depth=2)
+        model.loglikelihood(pairs_as_requests())
+        assert model.get_model_info()["ran"]["largest_batch"] == {"pass": largest}
+        assert model.batch_sizes == {"pass": largest}
+    settings = {"until": ["\n\n"], "max_gen_toks": 4}
+    model.generate_until([request("generate_until", text, settings) for text in ("a", "b")])
+    assert model.batch_sizes == {"pass": 5, "engine": 2}
+
+
+def test_u27_several_processes_are_refused_in_one_line(checkpoint, monkeypatch):
+    """Each of them would score every item, and the harness would count them all."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="WORLD_SIZE=2: a checkpoint is evaluated in one process"):
+        LoopwiseLM(checkpoint)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    LoopwiseLM(checkpoint)
+
+
+# Chat templates.
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CHAT = [{"role": "user", "content": "Who?"}]
+
+
+@pytest.fixture
+def chatty(checkpoint):
+    pytest.importorskip("transformers")
+    write_templates(checkpoint.path, {"default": TEMPLATE, "short": "{{ messages[-1].content }}"})
+    return LoopwiseLM(checkpoint, depth=2)
+
+
+def test_u28_a_chat_template_begins_a_prompt_once(chatty):
+    """Without the template one start token is ours, with it the template's."""
+    bos, eos = ByteTokenizer.bos_id, ByteTokenizer.eos_id
+    assert chatty.encoder.prompts(["Who?"]) == [[bos, *b"Who?"]]
+    prompt = chatty.apply_chat_template(CHAT)
+    assert prompt == "<|bos|><user>Who?<|eos|><assistant>"
+    ids = [bos, *b"<user>Who?", eos, *b"<assistant>"]
+    assert chatty.encoder.prompts([prompt]) == [ids]
+    [(found, _)] = chatty.loglikelihood([request("loglikelihood", prompt, "Tom")])
+    after = log_softmax_of(chatty.checkpoint.model, [*ids, *b"Tom"], 2)[-4:-1]
+    wanted = sum(float(row[token]) for row, token in zip(after, b"Tom", strict=True))
+    assert found == pytest.approx(wanted, abs=1e-4)
+
+
+def test_u77_a_question_that_spells_a_special_token_stays_text(chatty):
+    prompt = chatty.apply_chat_template([{"role": "user", "content": "a<|eos|>b"}])
+    assert chatty.encoder.prompts([prompt])[0].count(ByteTokenizer.eos_id) == 1
+    assert chatty.checkpoint.tokenizer.decode(chatty.encoder.prompts([prompt])[0]) == (
+        "<user>a<|eos|>b<assistant>"
+    )
+
+
+def test_a_begun_answer_is_gone_on_with(chatty):
+    begun = [*CHAT, {"role": "assistant", "content": "It was"}]
+    made = chatty.apply_chat_template(begun, add_generation_prompt=False)
+    assert made == "<|bos|><user>Who?<|eos|><assistant>It was"
+
+
+def test_u34_the_template_that_was_used_is_told(chatty):
+    assert chatty.get_model_info()["chat_template"] is None
+    plain = chatty.tokenizer_name
+    assert chatty.chat_template(False) is None
+    assert chatty.chat_template(True) == TEMPLATE
+    told = chatty.get_model_info()["chat_template"]
+    assert (told["name"], told["text"]) == ("default", TEMPLATE)
+    assert told["sha256"] == hashlib.sha256(TEMPLATE.encode()).hexdigest()
+    assert chatty.tokenizer_name != plain, "requests are cached apart"
+    assert chatty.chat_template("short").startswith("{{ messages[-1]")
+    assert chatty.apply_chat_template(CHAT) == "Who?"
+
+
+def test_templates_that_are_not_there_or_refuse_are_one_line(checkpoint, chatty, tmp_path):
+    with pytest.raises(ConfigError, match="did you mean 'short'"):
+        chatty.chat_template("shrt")
+    write_templates(checkpoint.path, {"default": "{{ raise_exception('no system here') }}"})
+    with pytest.raises(ConfigError, match="refuses messages of user: no system here"):
+        LoopwiseLM(checkpoint).apply_chat_template(CHAT)
+    with pytest.raises(ConfigError, match="has no chat template"):
+        LoopwiseLM(loaded(tmp_path / "other")).chat_template(True)

@@ -58,6 +58,14 @@ ASKED: dict[str, list[tuple[str, str]]] = {
     "social_iqa_local": [
         ("Q: Tracy read 1 books. What will she do?\nA:", f" {w}") for w in ("read on", "eat", "run")
     ],
+    # Two spaces are the stock task's: the text from the pronoun on, behind a space.
+    "wsc273_local": [
+        ("The 1 men refused the boys because the 1 men", "  feared noise."),
+        ("The 1 men refused the boys because the boys", "  feared noise."),
+    ],
+    "basic_arithmetic_local": [
+        ("Question: Calculate 1 + 9 =\nAnswer:", f" {w}") for w in ("1", "2", "3", "10")
+    ],
     "blimp_wh_island_local": [("", " The 1 dogs bark."), ("", " The 1 dogs barks.")],
 }
 METRICS = {
@@ -67,6 +75,7 @@ METRICS = {
     "copa_local": {"acc"},
     "commonsense_qa_local": {"acc"},
     "social_iqa_local": {"acc"},
+    "wsc273_local": {"acc"},
     "blimp_wh_island_local": {"acc"},
 }  # the others: acc and acc_norm
 
@@ -189,9 +198,13 @@ def test_what_the_folder_lacks_is_named(tmp_path):
         load_tasks(["arc_easy_local"], tmp_path)
 
 
-def test_a_task_alone_and_in_its_group_is_refused(folder):
-    with pytest.raises(ConfigError, match="asked for twice.*piqa_local"):
-        load_tasks(["piqa_local", SEVEN], folder)
+def test_a_task_alone_and_in_its_group_is_run_once(folder):
+    for names in (["piqa_local", SEVEN], [SEVEN, "piqa_local", "copa_local"]):
+        merged = load_tasks(names, folder)
+        assert sorted(merged["tasks"]) == sorted(
+            {*load_tasks([SEVEN], folder)["tasks"], *names[1:]} - {SEVEN}
+        )
+        assert list(merged["groups"]) == [SEVEN]
 
 
 def test_loading_says_nothing_and_leaves_the_harness_log_as_it_was(folder, caplog):
@@ -200,7 +213,7 @@ def test_loading_says_nothing_and_leaves_the_harness_log_as_it_was(folder, caplo
     log = logging.getLogger("lm_eval.api.task")
     before = list(log.filters)
     with caplog.at_level(logging.WARNING):
-        load_tasks(["piqa_local"], folder)
+        load_tasks(["piqa_local", "copa_local", "boolq_local", "wikitext_local"], folder)
     assert not caplog.records
     assert log.filters == before
 

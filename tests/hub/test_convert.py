@@ -10,11 +10,14 @@ import pytest
 import torch
 
 from loopwise.errors import CheckpointError
+from loopwise.hub.chat import templates_in
 from loopwise.hub.convert import MAX_PADDING, convert
+from loopwise.hub.export import export_checkpoint
 from loopwise.hub.formats import FORMATS
 from loopwise.models import MODELS
-from loopwise.models.checkpoint import load_checkpoint
+from loopwise.models.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from loopwise.tokenizer import BPETokenizer
+from tests.harness.cases import framed
 from tests.hub.folders import VOCAB, fill, write_folder
 from tests.hub.naive_llama import shapes as llama_shapes
 from tests.hub.test_llama import CONFIG as LLAMA
@@ -51,7 +54,7 @@ def test_an_unknown_folder_is_described_with_what_it_would_take(tmp_path: Path) 
         convert(path, tmp_path / "out")
     message = str(failure.value)
     assert "model_type 'mamba', architectures ['MambaForCausalLM']" in message
-    assert "1 tensors (backbone.norm_f.weight)" in message
+    assert "1 tensors (backbone.norm_f.weight [4])" in message
     assert "loopwise/hub/formats" in message
     for name in FORMATS:
         assert f"{name} (" in message
@@ -160,3 +163,74 @@ def test_every_end_id_of_the_source_is_kept(
         (path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
     convert(path, tmp_path / "out")
     assert load_checkpoint(tmp_path / "out").training.get("special_ids") == kept
+
+
+@pytest.mark.parametrize("kept", ["settings", "list", "jinja"])
+def test_chat_templates_go_along(tmp_path: Path, kept: str) -> None:
+    """From wherever a source has them to where transformers looks for them; files win."""
+    pytest.importorskip("transformers")
+    from transformers import AutoTokenizer
+
+    import loopwise.hub  # noqa: F401 - what makes the Auto classes know us
+
+    source = write_folder(tmp_path / "llama", LLAMA, fill(llama_shapes(LLAMA)))
+    text = "{{ bos_token }}{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
+    said: Any = {
+        "settings": text,
+        "list": [{"name": "default", "template": text}, {"name": "tools", "template": "x"}],
+        "jinja": "an older one",
+    }[kept]
+    (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": said}))
+    if kept == "jinja":
+        (source / "chat_template.jinja").write_text(text)
+    done = convert(source, tmp_path / "out")
+    assert done.chat_templates == (("default", "tools") if kept == "list" else ("default",))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    chat = [{"role": "user", "content": "Tom"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == "<|bos|>[Tom]"
+    assert tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"] == [256, *b"[Tom]"]
+    if kept == "list":
+        assert tokenizer.apply_chat_template(chat, chat_template="tools", tokenize=False) == "x"
+    export_checkpoint(load_checkpoint(tmp_path / "out"), tmp_path / "exported", "fp32")
+    assert templates_in(tmp_path / "exported") == templates_in(tmp_path / "out")
+
+
+@pytest.mark.parametrize("said", [7, [{"name": "a"}], ["x"], [{"name": "../a", "template": "x"}]])
+def test_a_malformed_chat_template_is_one_line(source: Path, tmp_path: Path, said: Any) -> None:
+    (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": said}))
+    with pytest.raises(CheckpointError, match="chat_template"):
+        convert(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("in_file", [True, False])
+@pytest.mark.parametrize("in_settings", [True, False, None])
+def test_texts_begin_as_with_the_sources_tokenizer(
+    tmp_path: Path, in_file: bool, in_settings: bool | None
+) -> None:
+    """SmolLM2's tokenizer puts nothing before a text, and the converted one put a start token."""
+    transformers = pytest.importorskip("transformers")
+    import loopwise.hub  # noqa: F401 - what makes the Auto classes know us
+
+    tokenizer = BPETokenizer.train(["the dog and the cat"] * 20, 258)
+    source = write_folder(tmp_path / "llama", LLAMA, fill(llama_shapes(LLAMA)))
+    tokenizer = framed(tokenizer) if in_file else tokenizer
+    (source / "tokenizer.json").write_text(tokenizer.to_json())
+    said: dict[str, Any] = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
+    if in_settings is not None:
+        said |= {"add_bos_token": in_settings}
+    (source / "tokenizer_config.json").write_text(json.dumps(said))
+    convert(source, tmp_path / "out")
+    stock = transformers.PreTrainedTokenizerFast.from_pretrained(source)
+    ours = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    for text in ("the dog", ""):
+        assert ours(text)["input_ids"] == stock(text)["input_ids"], text
+    assert (ours("the")["input_ids"][0] == tokenizer.bos_id) is in_file
+    save_checkpoint(tmp_path / "again", *_parts(load_checkpoint(tmp_path / "out")))
+    ours.save_pretrained(tmp_path / "again")
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
+    assert again("the dog")["input_ids"] == stock("the dog")["input_ids"]
+
+
+def _parts(checkpoint: Checkpoint) -> tuple[Any, ...]:
+    return checkpoint.model, checkpoint.tokenizer, checkpoint.training

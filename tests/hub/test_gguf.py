@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from loopwise.hub.chat import templates_in
 from loopwise.hub.convert import convert
+from loopwise.hub.start_token import start_token
 from loopwise.models.checkpoint import load_checkpoint
 from loopwise.tokenizer import BPETokenizer
 from tests.hub.folders import VOCAB, Tensors, fill, forward, gap
@@ -106,6 +108,9 @@ def write(path: Path, kind: Any = None, **changes: Any) -> tuple[Path, Tensors, 
     writer.add_token_merges([" ".join(merge) for merge in model["merges"]])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+    writer.add_add_bos_token(config.get("begins", False))
+    if "chat" in config:
+        writer.add_chat_template(config["chat"])
     for name, values in raw.items():
         writer.add_tensor(name, values, raw_dtype=None if values.dtype == np.float32 else kind)
     writer.write_header_to_file()
@@ -166,6 +171,19 @@ def test_what_cannot_be_done_is_one_line(
     path, *_ = write(tmp_path / "model.gguf", **changes)
     refused(run("convert", path, tmp_path / "out"), named)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_chat_templates_and_what_begins_a_text_are_carried_along(
+    tmp_path: Path, begins: bool
+) -> None:
+    path, _, tokenizer = write(tmp_path / "model.gguf", begins=begins, chat="{{ messages }}")
+    assert convert(path, tmp_path / "out").chat_templates == ("default",)
+    assert templates_in(tmp_path / "out") == {"default": "{{ messages }}"}
+    saved = load_checkpoint(tmp_path / "out")
+    found = start_token(saved.tokenizer, saved.training)
+    assert (found.id, found.added) == (1, begins)
+    assert saved.tokenizer.encode("the cat") == tokenizer.encode("the cat")
 
 
 @pytest.mark.parametrize("kept", [0, 3, 400, 9000, -100])

@@ -148,7 +148,9 @@ def test_code_in_a_pickle_is_never_run(source: Path, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.mkdir()
     pickled(source, {"model.norm.weight": Bomb(victim)})
-    assert "holds more than weights" in refused(source, allow_pickle=True)
+    message = refused(source, allow_pickle=True)
+    assert "holds more than weights" in message and "it asks for shutil.rmtree" in message
+    assert "weights_only" not in message and "torch.load" not in message, "advice to run it anyway"
     assert victim.is_dir()
 
 
@@ -156,13 +158,58 @@ def test_code_in_a_pickle_is_never_run(source: Path, tmp_path: Path) -> None:
 def test_damaged_pickles_are_named(source: Path, left: int) -> None:
     file = pickled(source, tensors())
     file.write_bytes(file.read_bytes()[:left])
-    assert "pytorch_model.bin'" in refused(source, allow_pickle=True)
+    message = refused(source, allow_pickle=True)
+    assert "pytorch_model.bin'" in message and "weights_only" not in message
 
 
 @pytest.mark.parametrize("content", [[1, 2], {}, {"model.norm.weight": 3}, 7])
 def test_pickles_of_something_else_are_named(source: Path, content: Any) -> None:
     pickled(source, content)
     assert "pytorch_model.bin' holds" in refused(source, allow_pickle=True)
+
+
+PAPER = {
+    "config": {"d_model": 576, "n_core": 4},
+    "state_dict": {"core.0.attn.q.weight": torch.zeros(3, 5)},
+}
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_one_file_of_settings_and_weights_is_described(tmp_path: Path, kind: str) -> None:
+    """As paper 1 left its checkpoint; nobody has written down what its keys mean."""
+    (tmp_path / "s1").mkdir()
+    torch.save(PAPER, tmp_path / "s1" / "s1.pt")
+    source = tmp_path / "s1" / "s1.pt" if kind == "file" else tmp_path / "s1"
+    message = refused(source)
+    assert "s1.pt" in message and "--allow-pickle" in message
+    message = refused(source, allow_pickle=True)
+    assert "config fields d_model=576, n_core=4" in message
+    assert "1 tensors (core.0.attn.q.weight [3, 5])" in message
+    assert "its config fields and keys must be mapped in a file of loopwise/hub/formats" in message
+
+
+def test_one_file_of_a_known_layout_is_converted(source: Path, tmp_path: Path) -> None:
+    """Settings inside it or beside it, the tokenizer beside it."""
+    convert(source, tmp_path / "safe")
+    file = pickled(
+        source,
+        {"model": tensors(), "config": json.loads((source / "config.json").read_text())},
+        "s1.pt",
+    )
+    (source / "config.json").rename(source / "config.json.away")
+    convert(file, tmp_path / "inside", allow_pickle=True)
+    convert(source, tmp_path / "in folder", allow_pickle=True)
+    (source / "config.json.away").rename(source / "config.json")
+    convert(file, tmp_path / "beside", allow_pickle=True)
+    for out in ("inside", "in folder", "beside"):
+        assert torch.equal(logits(tmp_path / "safe"), logits(tmp_path / out))
+
+
+def test_a_file_of_another_kind_is_one_line(source: Path) -> None:
+    assert "give the folder that holds it" in refused(source / "model.safetensors")
+    pointer = source / "a.pt"
+    pointer.write_text("version https://git-lfs.github.com/spec/v1\n")
+    assert "Git LFS pointer" in refused(pointer)
 
 
 def test_views_of_one_tensor_are_stored_apart(source: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import importlib.util
 import pytest
 import torch
 
+import loopwise.hub  # noqa: F401 - what makes the Auto classes know us
 from loopwise.hub.convert import convert
 from loopwise.hub.download import source_folder
 from loopwise.models.checkpoint import Checkpoint, load_checkpoint
@@ -37,6 +38,17 @@ def test_text_is_split_as_transformers_splits_it(smollm2: Checkpoint) -> None:
     assert smollm2.tokenizer.decode(ids) == TEXT
     wanted = {"bos": peer.bos_token_id, "eos": peer.eos_token_id}
     assert smollm2.training["special_ids"] == wanted
+
+
+def test_texts_begin_and_chats_render_as_in_transformers(smollm2: Checkpoint) -> None:
+    file = source_folder("smollm2")
+    peer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    ours = transformers.AutoTokenizer.from_pretrained(smollm2.path)
+    assert ours("Tom has").input_ids == peer("Tom has").input_ids
+    chat = [{"role": "user", "content": "Été?"}]
+    for options in ({}, {"add_generation_prompt": True}, {"tokenize": False}):
+        made = ours.apply_chat_template(chat, **options)
+        assert made == peer.apply_chat_template(chat, **options)
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from loopwise.engine import Engine, EngineConfig
 from loopwise.engine.request import SamplingParams
 from loopwise.errors import CheckpointError, ConfigError
 from loopwise.hub import retrofit as module
+from loopwise.hub.chat import templates_in
 from loopwise.hub.convert import convert
-from loopwise.hub.retrofit import GATE, parse_layers, retrofit
+from loopwise.hub.retrofit import GATE, HEALING_TEXT, parse_layers, retrofit
+from loopwise.hub.start_token import start_token
 from loopwise.models.checkpoint import load_checkpoint, save_checkpoint
 from loopwise.models.costs import parameters
 from loopwise.tokenizer import ByteTokenizer
@@ -26,7 +29,7 @@ from tests.hub.test_llama import CONFIG as LLAMA
 from tests.test_cli import answer, refused, run, sets
 
 CONFIG: dict[str, Any] = {**LLAMA, "num_hidden_layers": 8, "eos_token_id": 2}
-PARTS = {"prelude": "0-1", "core": "5,3", "coda": "7"}
+PARTS = {"prelude": "0-1", "core": "5,3", "coda": "7-7"}
 OPTIONS = [part for name, layers in PARTS.items() for part in (f"--{name}", layers)]
 
 
@@ -77,9 +80,12 @@ def test_deeper_passes_start_as_documented(tmp_path: Path) -> None:
 
 def test_facts_and_dtype_are_carried_along(tmp_path: Path) -> None:
     source = source_of(tmp_path, torch.bfloat16)
+    (source / "chat_template.jinja").write_text("{{ messages }}")
     retrofit(source, tmp_path / "out", PARTS)
     saved = load_checkpoint(tmp_path / "out")
     facts = saved.training
+    assert templates_in(tmp_path / "out") == {"default": "{{ messages }}"}
+    assert not start_token(saved.tokenizer, facts).added, "as the source's tokenizer"
     assert facts["retrofitted_from"]["layers"] == {"prelude": [0, 1], "core": [5, 3], "coda": [7]}
     assert facts["retrofitted_from"]["weights_hash"] == load_checkpoint(source).weights_hash
     assert facts["special_ids"] == {"eos": [2]}
@@ -105,7 +111,7 @@ def test_a_failed_gate_writes_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("text", "layers"),
-    [("0-3", [0, 1, 2, 3]), ("4", [4]), ("7, 5-6", [7, 5, 6]), ("0-0", [0]), ("1,,2", [1, 2])],
+    [("0-3", [0, 1, 2, 3]), ("4,", [4]), ("7, 5-6", [7, 5, 6]), ("0-0", [0]), ("1,,2", [1, 2])],
 )
 def test_lists_of_layers(text: str, layers: list[int]) -> None:
     assert parse_layers(text, "core", 8) == layers
@@ -116,7 +122,8 @@ def test_lists_of_layers(text: str, layers: list[int]) -> None:
     [
         ("", "names no layer"),
         (" , ", "names no layer"),
-        ("8", "there is no layer 8; the source has 0-7"),
+        ("8,", "there is no layer 8; the source has 0-7"),
+        ("4", "--core 4 may mean layer 4 or 4 layers; write a range such as 10-17, or 4-4"),
         ("5-9", "there is no layer 9"),
         ("5-3", "runs backwards; write 3-5"),
         ("1,0-2", "names layer 1 twice"),
@@ -134,10 +141,42 @@ def test_bad_lists_say_what_is_wrong(text: str, named: str) -> None:
     assert str(failure.value).startswith("--core ")
 
 
+def test_a_lone_number_is_so_many_layers() -> None:
+    """``--prelude 4`` was taken as layer 4 alone, without a word."""
+    assert parse_layers("4", "prelude", 8) == [0, 1, 2, 3]
+    assert parse_layers(" 2 ", "coda", 8) == [6, 7]
+    for part in ("prelude", "coda"):
+        assert parse_layers("4-4", part, 8) == [4]
+        for count in ("0", "9"):
+            with pytest.raises(ConfigError, match=f"asks for {count} layers; the source has 8"):
+                parse_layers(count, part, 8)
+
+
+def test_the_summary_warns_of_lost_ends_and_ends_with_a_whole_command(tmp_path: Path) -> None:
+    """It runs as it stands, once its text and its size are put in."""
+    source, out = source_of(tmp_path), tmp_path / "out"
+    lines = run("retrofit", source, out, "--prelude", "2", "--core", "3-4", "--coda", "1")
+    assert "warning" not in lines.stdout and "layers: prelude 0-1; core 3-4; coda 7" in lines.stdout
+    words = shlex.split(lines.stdout.splitlines()[-1])
+    assert words[:4] == ["loopwise", "train", "--from", str(out)]
+    words[words.index(HEALING_TEXT)] = "builtin:stories:16"
+    small = ("seq=48", "micro_batch=2", "steps=3", "compile=off", "dtype=fp32", "eval_depths=[1,3]")
+    trained = answer(run(*words[1:], *sets(*(f"train.{item}" for item in small)), "--json"))
+    assert Path(trained["checkpoint"]).is_relative_to(tmp_path / "out-healed")
+    config = json.loads((tmp_path / "out-healed" / "config.json").read_text())
+    config = config["settings"]
+    assert config["objective"]["distil_from"] == str(source)
+    assert config["depth"]["curriculum"] == "1-sqrt"
+    parts = ("--prelude", "1,2", "--core", "3-4", "--coda", "5-6")
+    told = run("retrofit", source, tmp_path / "ends", *parts).stdout.splitlines()
+    (warning,) = [line for line in told if line.startswith("warning")]
+    assert "first layer 0 and last layer 7" in warning
+
+
 def test_bad_requests_are_one_line(tmp_path: Path) -> None:
     source = source_of(tmp_path)
     out = tmp_path / "out"
-    shared = ["--prelude", "0-2", "--core", "2-5", "--coda", "7"]
+    shared = ["--prelude", "0-2", "--core", "2-5", "--coda", "1"]
     refused(run("retrofit", source, out, *shared), "--prelude and --core both name layer 2")
     refused(run("retrofit", source, source, *OPTIONS), "exists already")
     refused(run("retrofit", tmp_path / "no", out, *OPTIONS), "no checkpoint at")

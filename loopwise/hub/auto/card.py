@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained("{name}")
 model = AutoModelForCausalLM.from_pretrained("{name}")
 ids = tokenizer("Once upon a time", return_tensors="pt")
-print(tokenizer.decode(model.generate(**ids, {depth}, max_new_tokens=40)[0]))
+text = model.generate(**ids, {depth}, max_new_tokens=40)[0]
+print(tokenizer.decode(text, skip_special_tokens=True))
 ```"""
 
 
@@ -48,7 +49,10 @@ def model_card(
         "\n".join([*head, "---"]),
         f"# {Path(name).name}",
         "A depth-recurrent language model: one block of layers is applied again and again, and how "
-        "often is chosen when it runs. It needs the Python package `loopwise`; no remote code.",
+        "often is chosen when it runs. It needs the Python package `loopwise` (`pip install "
+        "loopwise[hub]`); no remote code.",
+        "Where transformers says that it does not recognize model type `loopwise`, the line "
+        "`import loopwise.hub` is missing: it must come before the model is loaded.",
         _USE.format(name=name, depth=depth),
         "## Architecture",
         _architecture(model),
@@ -97,6 +101,8 @@ def _training(training: Mapping[str, Any], num_loops: int) -> str:
         lines.append(f"Converted from {source['folder']} ({source['format']}).")
     if training.get("weights_changed_by"):
         lines.append("Trained on with transformers since; the figures are from before.")
+    if training.get("weights_rounded_to"):
+        lines.append(f"Rounded to {training['weights_rounded_to']} since; not trained further.")
     return " ".join(lines)
 
 

@@ -7,19 +7,21 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from loopwise.config import read_json_object
-from loopwise.errors import CheckpointError, require_extra
+from loopwise.errors import CheckpointError, TokenizerError, require_extra
 from loopwise.exits.rule import ExitRule
 from loopwise.hub.auto.plan import rule_only
+from loopwise.hub.chat import FILE as TEMPLATE
+from loopwise.hub.chat import templates_in, write_templates
 from loopwise.measure.tiers import named_rule, why_not_promised
 from loopwise.models.base import LoopedLM
-from loopwise.models.checkpoint import Checkpoint, file_hash
+from loopwise.models.checkpoint import Checkpoint, file_hash, load_checkpoint
 from loopwise.tokenizer import tokenizer_from_json
 
 log = logging.getLogger(__name__)
@@ -42,12 +44,14 @@ class Beside:
         path: the folder; None for a model that comes from no checkpoint.
         tokenizer: text of ``tokenizer.json``; None where there is none.
         training, exits: what those files hold.
+        chat_templates: by name.
     """
 
     path: Path | None = None
     tokenizer: str | None = None
     training: Mapping[str, Any] = field(default_factory=dict)
     exits: Mapping[str, Any] = field(default_factory=dict)
+    chat_templates: Mapping[str, str] = field(default_factory=dict)
     _rules: dict[tuple[str, int], tuple[ExitRule, Mapping[str, Any]]] = field(
         default_factory=dict, compare=False
     )  # by text and largest depth: found once, since that hashes the weights
@@ -63,6 +67,21 @@ class Beside:
             training=dict(self.training),
             exits=dict(self.exits),
         )
+
+    def check(self, rows: int) -> None:
+        """Refuse a tokenizer that cannot be used or has more ids than the model rows.
+
+        Raises:
+            CheckpointError, TokenizerError: as `load_checkpoint` says it.
+        """
+        if self.path is None or self.tokenizer is None:
+            return
+        try:
+            fits = tokenizer_from_json(self.tokenizer).vocab_size <= rows
+        except TokenizerError:
+            fits = False
+        if not fits:
+            say_what_is_wrong(self.path)
 
     def rule(
         self, model: LoopedLM, text: str, max_depth: int
@@ -90,6 +109,16 @@ class Beside:
         return named_rule(checkpoint, text, max_depth), checkpoint.fitted_policies()
 
 
+# What transformers raises for files that are broken or not there.
+BROKEN = (SafetensorError, OSError, RuntimeError, ValueError)
+
+
+def say_what_is_wrong(folder: Path) -> None:
+    """Raise what `load_checkpoint` finds wrong with a folder, in one line; or nothing."""
+    if folder.is_dir():
+        load_checkpoint(folder)
+
+
 def read_beside(source: str, subfolder: str = "", **where: Any) -> Beside:
     """The files beside the weights of a local folder or a hub repository.
 
@@ -110,6 +139,7 @@ def read_beside(source: str, subfolder: str = "", **where: Any) -> Beside:
         tokenizer=texts.read_text(encoding="utf-8") if texts.is_file() else None,
         training=_read(folder / TRAINING),
         exits=_read(folder / EXITS),
+        chat_templates=templates_in(folder),
     )
 
 
@@ -118,7 +148,7 @@ def _download(repo_id: str, subfolder: str, where: Mapping[str, Any]) -> Path | 
     hub = require_extra("huggingface_hub", "hub", f"loading {repo_id!r}")
     errors = require_extra("huggingface_hub.errors", "hub", f"loading {repo_id!r}")
     folder = None
-    for name in (TOKENIZER, TRAINING, EXITS):
+    for name in (TOKENIZER, TRAINING, EXITS, TEMPLATE):
         try:
             file = hub.hf_hub_download(repo_id, name, subfolder=subfolder or None, **where)
         except (errors.EntryNotFoundError, errors.LocalEntryNotFoundError):
@@ -131,18 +161,31 @@ def _read(path: Path) -> dict[str, Any]:
     return read_json_object(path, CheckpointError) if path.is_file() else {}
 
 
-def same_weights(path: Path | None, state: Mapping[str, Tensor]) -> bool:
-    """Whether ``path`` holds a checkpoint with exactly these tensors, by our names."""
+Since = Literal["same", "rounded", "other"]
+
+
+def weights_since(path: Path | None, state: Mapping[str, Tensor]) -> Since:
+    """What became of the weights that ``path`` holds, by our names.
+
+    ``same`` numbers, in whichever dtype they now are; ``rounded`` to a narrower one and otherwise
+    the same; or ``other`` ones.
+    """
     if path is None or not (path / WEIGHTS).is_file():
-        return False
+        return "other"
+    found: Since = "same"
     with safe_open(path / WEIGHTS, framework="pt") as file:
         if set(file.keys()) != set(state):
-            return False
+            return "other"
         for key, tensor in state.items():
-            stored = file.get_tensor(key)
-            if stored.dtype != tensor.dtype or not torch.equal(stored, tensor.cpu()):
-                return False
-    return True
+            stored, now = file.get_tensor(key), tensor.detach().cpu()
+            wide = torch.promote_types(stored.dtype, now.dtype)
+            if stored.shape != now.shape:
+                return "other"
+            if not torch.equal(stored.to(wide), now.to(wide)):
+                if not torch.equal(stored.to(now.dtype), now):
+                    return "other"
+                found = "rounded"
+    return found
 
 
 def beside_these(beside: Beside, state: Mapping[str, Tensor]) -> Beside:
@@ -153,11 +196,14 @@ def beside_these(beside: Beside, state: Mapping[str, Tensor]) -> Beside:
     """
     if beside.path is None:
         return beside
-    unchanged = same_weights(beside.path, state)
+    since = weights_since(beside.path, state)
     training = dict(beside.training)
-    if not unchanged:
+    if since == "other":
         training["weights_changed_by"] = "transformers; on which data is not recorded"
-    valid = unchanged and beside.exits.get("weights_hash") == file_hash(beside.path / WEIGHTS)
+    elif since == "rounded":
+        dtypes = sorted({str(t.dtype).removeprefix("torch.") for t in state.values()})
+        training["weights_rounded_to"] = " and ".join(dtypes)
+    valid = since == "same" and beside.exits.get("weights_hash") == file_hash(beside.path / WEIGHTS)
     if beside.exits and not valid:
         log.warning(
             "exits.json is not saved: its rules hold for the weights of %s as they were measured; "
@@ -172,6 +218,7 @@ def write_beside(folder: Path, beside: Beside) -> None:
     tokenizer = folder / TOKENIZER
     if beside.tokenizer is not None and not tokenizer.is_file():
         tokenizer.write_text(beside.tokenizer, encoding="utf-8")
+        write_templates(folder, beside.chat_templates)
     _write(folder / TRAINING, beside.training)
     if beside.exits:
         _write(folder / EXITS, {**beside.exits, "weights_hash": file_hash(folder / WEIGHTS)})

@@ -22,11 +22,13 @@ from loopwise.hub.auto.cache import CACHE, check_cache, one_cache
 from loopwise.hub.auto.card import model_card
 from loopwise.hub.auto.config import LoopwiseConfig
 from loopwise.hub.auto.folder import (
+    BROKEN,
     HUB_ARGUMENTS,
     WEIGHTS,
     Beside,
     beside_these,
     read_beside,
+    say_what_is_wrong,
     write_beside,
 )
 from loopwise.hub.auto.inputs import read_inputs
@@ -68,6 +70,7 @@ class LoopwiseForCausalLM(PreTrainedModel, GenerationMixin):
     """Any architecture of MODELS behind the interfaces of transformers.
 
     ``num_loops`` and ``exit`` are arguments of a call and of `generate`; nothing remembers them.
+    ``attn_implementation`` changes nothing: attention is PyTorch's fused one whatever it says.
 
     Attributes:
         model: the :class:`loopwise.models.base.LoopedLM`.
@@ -284,10 +287,14 @@ class LoopwiseForCausalLM(PreTrainedModel, GenerationMixin):
         """As transformers loads models, but strict, and with what lies beside the weights.
 
         Raises:
-            CheckpointError: tensors that are missing or unknown, by name.
+            CheckpointError: tensors missing or unknown, by name; or what `load_checkpoint` says.
         """
         wants_info = kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(source, *args, output_loading_info=True, **kwargs)
+        try:
+            model, info = super().from_pretrained(source, *args, output_loading_info=True, **kwargs)
+        except BROKEN:
+            say_what_is_wrong(Path(source, kwargs.get("subfolder") or ""))
+            raise
         problems = [f"missing {key}" for key in sorted(info["missing_keys"])]
         problems += [f"unknown {key}" for key in sorted(info["unexpected_keys"])]
         if problems:
@@ -295,6 +302,7 @@ class LoopwiseForCausalLM(PreTrainedModel, GenerationMixin):
             raise CheckpointError(f"{str(source)!r} does not fit its config: {shown}")
         where = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
         model.beside = read_beside(str(source), kwargs.get("subfolder") or "", **where)
+        model.beside.check(model.config.vocab_size)
         if model.config.num_loops is None:  # an older config.json
             limit = model.model.geometry.max_depth
             model.config.num_loops = usual_depth(model.beside.training, limit)
@@ -367,8 +375,7 @@ class LoopwiseForCausalLM(PreTrainedModel, GenerationMixin):
         """Upload what `save_pretrained` writes, with its model card; the address of the commit.
 
         Args:
-            kwargs: ``commit_message``, ``commit_description``, ``private``, ``token``,
-                ``revision``, ``create_pr`` and ``tags``.
+            kwargs: those of `UPLOAD_ARGUMENTS`.
         Raises:
             ConfigError: an argument that is not one of these.
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from loopwise.errors import CheckpointError, TokenizerError
 from loopwise.hub.auto.config import LoopwiseConfig
 from loopwise.hub.auto.folder import TOKENIZER, TRAINING
 from loopwise.hub.auto.versions import check_version
+from loopwise.hub.start_token import start_token
 from loopwise.tokenizer import BPETokenizer, ByteTokenizer, tokenizer_from_json
 
 check_version(transformers.__version__)
@@ -24,11 +26,13 @@ check_version(transformers.__version__)
 class LoopwiseTokenizer(PreTrainedTokenizerFast):
     """Byte-level BPE or plain bytes, with the begin and end the checkpoint was trained with.
 
-    - A text begins with the id its training documents began with (``add_bos_token=False`` or
-      ``add_special_tokens=False`` leave it out).
+    - A text begins with the id its training documents began with, or as the source's tokenizer
+      had it where the checkpoint was converted (:mod:`loopwise.hub.start_token`);
+      ``add_bos_token=False`` or ``add_special_tokens=False`` leave it out.
     - Text that spells a special token stays text; ``split_special_tokens=False`` reads it as one.
-    - ``decode(encode(text)) == text``: special tokens decode to nothing, unless
-      ``skip_special_tokens=False``.
+    - ``decode(encode(text), skip_special_tokens=True) == text``; special tokens are spelt out
+      otherwise, as by any tokenizer of transformers.
+    - A chat template's special tokens become ids; a message that spells one is refused.
     - Padding is on the left, as generation needs it, and of the end token, which a mask hides.
 
     Args:
@@ -60,7 +64,7 @@ class LoopwiseTokenizer(PreTrainedTokenizerFast):
         loopwise_file: str | None = None,
         training_file: str | None = None,
         tokenizer_file: str | None = None,
-        begins_text: bool = True,
+        begins_text: bool | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Arguments of ``__init__`` from the files of a checkpoint.
@@ -77,27 +81,44 @@ class LoopwiseTokenizer(PreTrainedTokenizerFast):
         if training_file is not None:
             training = read_json_object(Path(training_file), CheckpointError)
         own = own.with_special_ids(training.get("special_ids", {}))
+        start = start_token(own, training)
         names = {
-            "bos_token": backend.id_to_token(own.bos_id),
+            "bos_token": backend.id_to_token(start.id),
             "eos_token": backend.id_to_token(own.end_ids[0]),
         }
         usual = {
             **names,
             "pad_token": kwargs.get("eos_token", names["eos_token"]),
             "padding_side": "left",
-            "add_bos_token": begins_text,
+            "add_bos_token": start.added if begins_text is None else begins_text,
             "split_special_tokens": True,
             "clean_up_tokenization_spaces": False,
         }
         return {**usual, **kwargs, "tokenizer_object": backend, "source": text}
 
-    def decode(self, token_ids: Any, skip_special_tokens: bool = True, **kwargs: Any) -> Any:
-        """The text of ``token_ids``, or the texts of several; special tokens decode to nothing."""
-        return super().decode(token_ids, skip_special_tokens=skip_special_tokens, **kwargs)
+    def apply_chat_template(
+        self, conversation: Any, *args: Any, tokenizer_kwargs: Any = None, **kwargs: Any
+    ) -> Any:
+        """As transformers does; the template's special tokens become ids, those of messages not.
 
-    def batch_decode(self, sequences: Any, *args: Any, **kwargs: Any) -> Any:
-        """As `decode`, of each of several."""
-        return [self.decode(sequence, *args, **kwargs) for sequence in sequences]
+        Raises:
+            TokenizerError: a message spells a special token, which would pass for the template's;
+                ``tokenizer_kwargs={"split_special_tokens": False}`` lets it.
+        """
+        if not {"split_special_tokens"} & set(tokenizer_kwargs or {}):
+            tokenizer_kwargs = {**(tokenizer_kwargs or {}), "split_special_tokens": False}
+            specials = [str(t) for t in self.added_tokens_decoder.values() if t.special]
+            for text in _texts_in(conversation):
+                spelt = next((token for token in specials if token in text), None)
+                if spelt is not None:
+                    raise TokenizerError(
+                        f"a message spells the special token {spelt!r}, which would forge a turn; "
+                        "take it out, or allow it with "
+                        "tokenizer_kwargs={'split_special_tokens': False}"
+                    )
+        return super().apply_chat_template(
+            conversation, *args, tokenizer_kwargs=tokenizer_kwargs, **kwargs
+        )
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """As transformers does, with the checkpoint's own ``tokenizer.json`` while it still holds.
@@ -114,6 +135,18 @@ class LoopwiseTokenizer(PreTrainedTokenizerFast):
         if self._source is not None and self.get_vocab() == self._vocab_of_source:
             (folder / TOKENIZER).write_text(self._source, encoding="utf-8")
         return written
+
+
+def _texts_in(conversation: Any) -> Iterator[str]:
+    """All text of messages, however they are nested."""
+    if isinstance(conversation, str):
+        yield conversation
+    elif isinstance(conversation, Mapping):
+        for value in conversation.values():
+            yield from _texts_in(value)
+    elif isinstance(conversation, (list, tuple)):
+        for value in conversation:
+            yield from _texts_in(value)
 
 
 def byte_backend() -> tokenizers.Tokenizer:

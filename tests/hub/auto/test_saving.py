@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from loopwise.errors import CheckpointError, ConfigError
+from loopwise.errors import CheckpointError, ConfigError, LoopwiseError
 from loopwise.measure.tiers import tiers_of, write_tiers
 from loopwise.models.checkpoint import load_checkpoint, save_checkpoint
-from loopwise.tokenizer import ByteTokenizer
+from loopwise.tokenizer import BPETokenizer, ByteTokenizer
 from tests.conftest import make_model
 from tests.hub.auto.folders import ARCHITECTURES, IDS, TRAINING, build, gap, plain_forward, saved
 
@@ -109,8 +109,8 @@ def test_tiers_go_along_with_the_weights_they_are_for(tmp_path, caplog):
     assert tiers_of(after) == {}
     assert "transformers" in after.training["weights_changed_by"]
     assert "exits.json is not saved" in caplog.text
-    assert load(path, dtype=torch.float32).save_pretrained(tmp_path / "other dtype") is None
-    assert tiers_of(load_checkpoint(tmp_path / "other dtype")) == {}
+    assert load(path, dtype=torch.bfloat16).save_pretrained(tmp_path / "rounded") is None
+    assert tiers_of(load_checkpoint(tmp_path / "rounded")) == {}
 
 
 def test_stale_exits_are_not_made_valid_by_saving(tmp_path):
@@ -134,6 +134,62 @@ def test_loading_is_strict(tmp_path, damage):
     save_file(state, path / "model.safetensors")
     with pytest.raises(CheckpointError, match=f"{damage} .*(adapter|extra).weight"):
         load(path)
+
+
+def _pointer(path):
+    (path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+
+
+def _cut(path):
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def _other_tokenizer(path):
+    tokenizer = BPETokenizer.train([f"word{i} and more {i * 7919}" for i in range(400)], 700)
+    (path / "tokenizer.json").write_text(tokenizer.to_json())
+
+
+def _tokenizer_pointer(path):
+    (path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\n")
+
+
+def _no_weights(path):
+    (path / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize(
+    "damage", [_pointer, _cut, _other_tokenizer, _tokenizer_pointer, _no_weights]
+)
+def test_bad_folders_are_one_line_as_with_load_checkpoint(tmp_path, damage):
+    path = saved(tmp_path)
+    damage(path)
+    with pytest.raises(LoopwiseError) as wanted:
+        load_checkpoint(path)
+    with pytest.raises(type(wanted.value)) as found:
+        transformers.AutoModelForCausalLM.from_pretrained(path)
+    assert str(found.value) == str(wanted.value)
+    assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+def test_saving_without_training_does_not_say_it_was_trained_on(tmp_path, stored):
+    """Loaded in float32, weights were taken for others than those stored in bfloat16."""
+    path = saved(tmp_path, dtype=stored)
+    model = load(path, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "again")
+    card = (tmp_path / "again" / "README.md").read_text()
+    assert "Trained on with transformers" not in card
+    assert load_checkpoint(tmp_path / "again").training == TRAINING
+    if stored is torch.float32:
+        load(path, dtype=torch.bfloat16).save_pretrained(tmp_path / "rounded")
+        card = (tmp_path / "rounded" / "README.md").read_text()
+        assert "Rounded to bfloat16 since; not trained further" in card
+        assert "Trained on" not in card
+    with torch.no_grad():
+        next(model.parameters()).mul_(1.5)
+    model.save_pretrained(tmp_path / "trained")
+    assert "Trained on with transformers since" in (tmp_path / "trained" / "README.md").read_text()
 
 
 def test_configs_are_checked():
@@ -187,19 +243,21 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 try:
     AutoConfig.from_pretrained("moved")
 except ValueError as err:
-    assert "loopwise" in str(err), err
+    said = " ".join(str(err).split())
 else:
     raise SystemExit("loopwise was not imported, and yet...")
 import loopwise.hub
 model = AutoModelForCausalLM.from_pretrained("moved")
 ids = AutoTokenizer.from_pretrained("moved")("Tom has a red ball.", return_tensors="pt")
 assert "loopwise.cli" not in sys.modules
+print(said)
 torch.save((ids["input_ids"], model(**ids).logits.detach()), "found.pt")
 """
 
 
 def test_u26_a_moved_folder_loads_in_a_fresh_process(tmp_path):
-    """And without the package there is one sentence that names it."""
+    """Before the import transformers does not know it, and its words are all a user reads then:
+    they name our model type. What to do stands in the card, in those words."""
     model = load(saved(tmp_path))
     model.save_pretrained(tmp_path / "first")
     elsewhere = tmp_path / "elsewhere"
@@ -212,6 +270,11 @@ def test_u26_a_moved_folder_loads_in_a_fresh_process(tmp_path):
     ids, logits = torch.load(elsewhere / "found.pt")
     assert ids[0].tolist() == [256, *b"Tom has a red ball."]
     assert torch.equal(model(ids).logits, logits)
+    said = "has model type `loopwise` but Transformers does not recognize this architecture"
+    assert said in done.stdout
+    card = (elsewhere / "moved" / "README.md").read_text()
+    assert "model type `loopwise`" in card and "pip install loopwise" in card
+    assert "import loopwise.hub" in card.split("model type `loopwise`")[1].split("\n\n")[0]
 
 
 # The hub.
@@ -299,7 +362,11 @@ def test_what_lies_on_the_hub_is_read_beside_the_weights(tmp_path, monkeypatch):
     beside = read_beside("someone/tiny-loop", "v1", revision="main")
     assert beside.training == TRAINING and beside.exits == {} and beside.path == Path(path)
     assert asked[0] == ("someone/tiny-loop", "tokenizer.json", "v1", {"revision": "main"})
-    assert len(asked) == 3
+    assert [name for _, name, _, _ in asked[1:]] == [
+        "training.json",
+        "exits.json",
+        "chat_template.jinja",
+    ]
 
 
 def test_saving_keeps_a_model_of_its_own_shape(tmp_path):

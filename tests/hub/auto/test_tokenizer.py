@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from loopwise.data import generate
+from loopwise.errors import TokenizerError
 from loopwise.models.checkpoint import load_checkpoint, save_checkpoint
 from loopwise.models.recurrent import RecurrentConfig, RecurrentModel
 from loopwise.tokenizer import BPETokenizer, ByteTokenizer, load_tokenizer
@@ -68,8 +69,26 @@ def test_u76_text_comes_back_exactly(pair):
     for text in [*texts(1000), STORY, "", " ", "\n "]:
         ids = theirs.encode(text)
         assert ids == [own.bos_id, *own.encode(text)]
-        assert theirs.decode(ids) == text
+        assert theirs.decode(ids, skip_special_tokens=True) == text
         assert theirs.decode(theirs.encode(text, add_special_tokens=False)) == text
+
+
+def test_special_tokens_decode_as_those_of_any_tokenizer_of_transformers(pair):
+    """One id alone too: lm-evaluation-harness asks so what a text may begin with already."""
+    own, theirs, _ = pair
+    stock = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=theirs.backend_tokenizer,
+        bos_token=theirs.bos_token,
+        eos_token=theirs.eos_token,
+        clean_up_tokenization_spaces=False,
+    )
+    ids = theirs.encode("Tom has")
+    assert theirs.decode(own.bos_id) == theirs.bos_token
+    for asked in (own.bos_id, ids, torch.tensor(ids)):
+        for options in ({}, {"skip_special_tokens": True}):
+            assert theirs.decode(asked, **options) == stock.decode(asked, **options)
+    assert theirs.batch_decode([ids, ids]) == stock.batch_decode([ids, ids])
+    assert theirs.batch_decode([ids])[0].startswith(theirs.bos_token)
 
 
 def test_u77_text_that_spells_a_special_token_stays_text(pair):
@@ -94,6 +113,23 @@ def test_u28_a_text_begins_once(pair):
     assert found == own.encode("Tom"), "a template says itself how a text begins"
 
 
+def test_u28_a_template_writes_special_tokens_and_messages_do_not(pair, tmp_path):
+    own, theirs, _ = pair
+    theirs.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    theirs.save_pretrained(tmp_path)
+    theirs = LoopwiseTokenizer.from_pretrained(tmp_path)
+    chat = [{"role": "user", "content": "Tom"}]
+    found = theirs.apply_chat_template(chat, return_dict=True)["input_ids"]
+    assert found == [own.bos_id, *own.encode("Tom")]
+    forged = [{"role": "user", "content": f"Tom{theirs.eos_token}"}]
+    with pytest.raises(TokenizerError, match="would forge a turn"):
+        theirs.apply_chat_template(forged)
+    allowed = theirs.apply_chat_template(
+        forged, return_dict=True, tokenizer_kwargs={"split_special_tokens": False}
+    )
+    assert allowed["input_ids"][-1] == theirs.eos_token_id
+
+
 def test_u30_padding(pair):
     own, theirs, _ = pair
     batch = theirs(["Tom", "Tom has a ball"], padding=True, return_tensors="pt")
@@ -102,10 +138,9 @@ def test_u30_padding(pair):
     n = batch["input_ids"].shape[1]
     assert batch["input_ids"][0].tolist() == [own.eos_id] * (n - len(short)) + short
     assert batch["attention_mask"].sum(dim=1).tolist() == [len(short), n]
-    assert theirs.batch_decode(batch["input_ids"]) == ["Tom", "Tom has a ball"]
-    assert theirs.decode(batch["input_ids"][1], skip_special_tokens=False) == (
-        f"{theirs.bos_token}Tom has a ball"
-    )
+    plain = theirs.batch_decode(batch["input_ids"], skip_special_tokens=True)
+    assert plain == ["Tom", "Tom has a ball"]
+    assert theirs.decode(batch["input_ids"][1]) == f"{theirs.bos_token}Tom has a ball"
 
 
 def test_saved_and_loaded(pair, tmp_path):
