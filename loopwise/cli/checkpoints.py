@@ -58,14 +58,14 @@ def retrofit(
     coda: Annotated[
         str, typer.Option("--coda", help="Layers after the loop: 26-29, or how many last ones.")
     ],
-    start: Annotated[
-        Literal["injection", "latent"],
+    latent_share: Annotated[
+        float,
         typer.Option(
-            "--start",
-            help="What recurrences start from before training: the prelude's output, so that all "
-            "depths agree, or their own, so that the core's layers run again and again.",
+            "--latent-share",
+            help="What recurrences read before training: so much of their own output, the rest the "
+            "prelude's. 0: all depths agree; 1: the core's layers run again and again.",
         ),
-    ] = "injection",
+    ] = 0.5,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -74,7 +74,7 @@ def retrofit(
         from loopwise.hub.retrofit import retrofit, retrofit_lines
 
         layers = {"prelude": prelude, "core": core, "coda": coda}
-        done = retrofit(checkpoint, out, layers, start=start)
+        done = retrofit(checkpoint, out, layers, latent_share=latent_share)
         display.stop()
         for line in retrofit_lines(done):
             print(line)

@@ -21,6 +21,7 @@ from loopwise.hub.retrofit import GATE, HEALING_TEXT, parse_layers, retrofit
 from loopwise.hub.start_token import start_token
 from loopwise.models.checkpoint import load_checkpoint, save_checkpoint
 from loopwise.models.costs import parameters
+from loopwise.models.views import PackedView
 from loopwise.tokenizer import ByteTokenizer
 from tests.conftest import make_model
 from tests.hub.folders import IDS, decode, fill, forward, gap, write_folder
@@ -52,13 +53,13 @@ def naive(order: list[int], **changes: Any) -> Any:
     return NaiveLlama(part, {**config, "num_hidden_layers": len(order)}).forward(IDS)
 
 
-@pytest.mark.parametrize("start", ["injection", "latent"])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 1.0])
 @pytest.mark.parametrize("tied", [True, False])
 def test_depth_one_is_the_source_without_the_dropped_layers(
-    tmp_path: Path, start: Any, tied: bool
+    tmp_path: Path, share: float, tied: bool
 ) -> None:
     source = source_of(tmp_path, tie_word_embeddings=tied)
-    done = retrofit(source, tmp_path / "out", PARTS, start=start)
+    done = retrofit(source, tmp_path / "out", PARTS, latent_share=share)
     assert done.gate_error <= GATE
     assert (done.layers["core"], done.dropped) == ([5, 3], [2, 4, 6])
     model = load_checkpoint(tmp_path / "out", torch.float64).model
@@ -67,15 +68,23 @@ def test_depth_one_is_the_source_without_the_dropped_layers(
     assert done.source_parameters - done.parameters == 3 * layer - 2 * d * d
 
 
+@torch.no_grad()
 def test_deeper_passes_start_as_documented(tmp_path: Path) -> None:
     source = source_of(tmp_path)
-    retrofit(source, tmp_path / "same", PARTS)
+    retrofit(source, tmp_path / "same", PARTS, latent_share=0)
     same = load_checkpoint(tmp_path / "same", torch.float64).model
-    retrofit(source, tmp_path / "again", PARTS, start="latent")
+    retrofit(source, tmp_path / "again", PARTS, latent_share=1)
     again = load_checkpoint(tmp_path / "again", torch.float64).model
     assert gap(forward(same, 4), naive([0, 1, 5, 3, 7])) < 1e-9
     assert gap(forward(again, 3), naive([0, 1, 5, 3, 5, 3, 5, 3, 7])) < 1e-9
     assert gap(decode(again, 3), forward(again, 3)) < 1e-5
+    retrofit(source, tmp_path / "mixed", PARTS)
+    mixed = load_checkpoint(tmp_path / "mixed", torch.float64).model
+    positions = torch.arange(len(IDS))[None]
+    view = PackedView(again.geometry.rope, positions, None, again.dtype, torch.tensor([IDS]))
+    latent, injection = torch.randn(2, 1, len(IDS), 24, dtype=torch.float64)
+    wanted = again.core_step((latent + injection) / 2, injection, 2, view)
+    assert gap(mixed.core_step(latent, injection, 2, view), wanted) < 1e-12
 
 
 def test_facts_and_dtype_are_carried_along(tmp_path: Path) -> None:
@@ -178,6 +187,7 @@ def test_bad_requests_are_one_line(tmp_path: Path) -> None:
     out = tmp_path / "out"
     shared = ["--prelude", "0-2", "--core", "2-5", "--coda", "1"]
     refused(run("retrofit", source, out, *shared), "--prelude and --core both name layer 2")
+    refused(run("retrofit", source, out, *OPTIONS, "--latent-share", "1.5"), "1.5 must lie in 0..1")
     refused(run("retrofit", source, source, *OPTIONS), "exists already")
     refused(run("retrofit", tmp_path / "no", out, *OPTIONS), "no checkpoint at")
     save_checkpoint(tmp_path / "looped", make_model(), ByteTokenizer(), {})
@@ -186,8 +196,8 @@ def test_bad_requests_are_one_line(tmp_path: Path) -> None:
 
 
 def test_the_result_decodes_in_the_engine_with_exits(tmp_path: Path) -> None:
-    """Before any training: all depths agree, so tokens settle at once and none is lost."""
-    retrofit(source_of(tmp_path), tmp_path / "out", PARTS)
+    """With nothing of the latent all depths agree, so tokens settle at once and none is lost."""
+    retrofit(source_of(tmp_path), tmp_path / "out", PARTS, latent_share=0)
     checkpoint = load_checkpoint(tmp_path / "out")
     params = SamplingParams(max_tokens=6, ignore_eos=True)
     texts = []
