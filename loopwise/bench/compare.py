@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from loopwise.bench.common import spread
 from loopwise.bench.samples import Samples, decides, left_out
 from loopwise.exits import EXITS
+from loopwise.exits.base import Reads
 from loopwise.exits.rule import ExitRule, build_policy
 from loopwise.measure.convergence import argmax_final_depth, loss_optimal
 from loopwise.measure.crossing import Curve, Stops, at_cost, at_loss
@@ -37,7 +38,8 @@ class Comparison:
     """Every rule's frontier on the tokens of all seeds, and what they are compared at.
 
     Attributes:
-        curves: uniform depth, the rules of the table, two oracles.
+        curves: uniform depth and ``kl`` at least, others by any name; a rule's own policy says
+            what it reads.
         seed: which seed drew each token, ``(tokens,)``.
         budget: nats above full depth.
         optimal: the loss-optimal oracle with its null.
@@ -73,9 +75,10 @@ class Comparison:
     def row(self, name: str) -> Row:
         """What replay says of one rule."""
         stops = self._at_budget(name)
+        reads = EXITS[self.curves[name].rules[0].policy].reads
         return {
             "name": name,
-            "reads": None if name in ORACLES else EXITS[name].reads.value,
+            "reads": None if reads is Reads.TRUTH else reads.value,
             "equal_depth": self._against(name, "mean_depth", self.equal_depth),
             "equal_compute": self._against(name, "charged_flops", self.equal_flops),
             "equal_nll": {**self.curves[name].point(stops), "by_seed": self._by_seed(stops)},
@@ -213,9 +216,17 @@ def _curves(checkpoint: Checkpoint, samples: Samples, yardstick: Yardstick) -> d
             rule = ExitRule(policy=name, max_depth=yardstick.max_depth)
             score = samples.score(name, fitted)
             curves[name] = Curve.swept(score, rule, yardstick, samples.asked(name))
-    # Bounds that look ahead: the argmax oracle as a score, and the KL to the last output.
+    return curves | oracle_curves(yardstick, samples["kl_last"])
+
+
+def oracle_curves(yardstick: Yardstick, kl_last: NDArray[Any]) -> dict[str, Curve]:
+    """Bounds that look ahead: the argmax oracle as a score, and the KL to the last output.
+
+    Args:
+        kl_last: KL(p_r || p_horizon) in nats, ``(tokens, depth)``.
+    """
     ahead = ExitRule(policy="oracle", max_depth=yardstick.max_depth)
     final = argmax_final_depth(yardstick.argmax)[:, None]
     changes = (final > np.arange(1, yardstick.max_depth + 1)).astype(np.float32)
-    scores = dict(zip(ORACLES, (changes, samples["kl_last"]), strict=True))
-    return curves | {name: Curve.swept(s, ahead, yardstick) for name, s in scores.items()}
+    scores = dict(zip(ORACLES, (changes, kl_last), strict=True))
+    return {name: Curve.swept(s, ahead, yardstick) for name, s in scores.items()}

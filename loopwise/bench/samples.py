@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -178,12 +178,13 @@ def trace_samples(
     depth: int,
     folder: Path,
     say: Say,
+    rules: Iterable[str] = EXITS,
 ) -> Samples:
-    """Trace each part to ``depth``, with the scores of every rule the checkpoint can run."""
+    """Trace each part to ``depth``, with the scores of the ``rules`` the checkpoint can run."""
     unknown, fitted = left_out(checkpoint), checkpoint.fitted_policies()
     policies = [
         build_policy(ExitRule(policy=name), fitted, checkpoint.model)
-        for name in EXITS
+        for name in rules
         if decides(name) and name not in unknown and not follows_from_columns(name)
     ]
     limit = max(1, tokens // block_length(checkpoint))

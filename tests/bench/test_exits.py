@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from loopwise.bench.commands import COMMANDS, BenchOptions, keep_result
-from loopwise.bench.compare import Comparison, ranking
+from loopwise.bench.compare import ORACLES, Comparison, oracle_curves, ranking
 from loopwise.bench.samples import deal, fresh_documents, trace_samples, with_fits
 from loopwise.cli import app
 from loopwise.data import generate
@@ -117,6 +117,12 @@ def test_text_that_rules_were_fitted_on_is_left_out(path):
         fresh_documents(replace(checkpoint, exits=all_seen), OPTIONS.data)
 
 
+def test_a_trace_records_the_rules_that_are_asked_for(path, tmp_path):
+    checkpoint, documents = load_checkpoint(path), list(generate("stories", 0, 0, 4))
+    one = trace_samples(checkpoint, [documents], 64, 2, tmp_path, str, ["kl", "cosine"])
+    assert one.traces[0].policies == ["cosine"], "the score of kl is a column anyway"
+
+
 def test_seeds_are_pooled_without_mixing_their_blocks(comparison):
     samples, yardstick = comparison.samples, comparison.yardstick
     n = [trace.n_tokens for trace in samples.traces]
@@ -151,6 +157,22 @@ def test_a_rule_beside_itself_differs_by_nothing(comparison):
     beside = comparison.row("kl")["equal_depth"]
     assert beside["mean_depth"] == pytest.approx(comparison.equal_depth)
     assert beside["vs_a1_nats"]["mean"] == beside["vs_a1_nats"]["high"] == 0.0
+
+
+def test_a_rule_may_be_compared_under_any_name(comparison):
+    """As benchmarks do that fit a rule in several ways: a curve says itself what it reads."""
+    twin = replace(comparison, curves=comparison.curves | {"kl, again": comparison.curves["kl"]})
+    assert twin.row("kl, again") == twin.row("kl") | {"name": "kl, again"}
+    assert twin.row("oracle-kl")["reads"] is None and twin.row("kl")["reads"] == "logits"
+
+
+def test_bounds_know_what_comes(comparison):
+    samples, curves = comparison.samples, comparison.curves
+    found = oracle_curves(comparison.yardstick, samples["kl_last"])
+    assert found.keys() == set(ORACLES)
+    assert (found["oracle"].score[:, -1] == 0).all()
+    for name, curve in found.items():
+        assert curve.points == curves[name].points
 
 
 def test_live_runs_of_uniform_depth_are_the_yardstick(comparison):
