@@ -107,19 +107,22 @@ def main() -> None:
             rows.append(
                 {
                     "batch": batch,
-                    "lengths": f"{name}: {lengths}",
-                    "engine_tokens_per_s": spread([tokens / s for s in seconds["engine"]]),
-                    "transformers_tokens_per_s": spread(
-                        [tokens / s for s in seconds["transformers"]]
-                    ),
-                    "engine_over_transformers": ratios(seconds["transformers"], seconds["engine"]),
-                    "argmax_agreement": agreement(engine, jobs, made["of"]),
+                    "lengths": name,
+                    "engine tokens/s": spread([tokens / s for s in seconds["engine"]]),
+                    "transformers tokens/s": spread([tokens / s for s in seconds["transformers"]]),
+                    "ratio": ratios(seconds["transformers"], seconds["engine"]),
+                    "same token": agreement(engine, jobs, made["of"]),
                 }
             )
             table(f"{file.name}, {options.dtype}", [short(rows[-1])])
     table(f"{file.name}, {options.dtype}", [short(r) for r in rows])
+    workloads = {name: str(lengths) for name, lengths in LENGTHS.items()}
     facts = {"source": file.name, "dtype": options.dtype, "transformers": transformers.__version__}
-    finish("transformers", {**facts, "data": options.data, "rows": rows}, options.save)
+    finish(
+        "transformers",
+        {**facts, "lengths": workloads, "data": options.data, "rows": rows},
+        options.save,
+    )
 
 
 if __name__ == "__main__":

@@ -7,10 +7,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loopwise.exits import largest
 from loopwise.exits.largest import likeliest, top_tokens
 
 # A vocabulary of one, of primes, of squares, of two long factors.
+# All of them are searched by groups here, few as they are.
 VOCABS = (1, 2, 3, 13, 64, 97, 210, 1024, 50257)
+
+
+@pytest.fixture(autouse=True, params=[0, 2**17], ids=["by groups", "as it pays"], scope="module")
+def fewest(request):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(largest, "_FEWEST", request.param)
+        yield
 
 
 @pytest.mark.parametrize("vocab", VOCABS)

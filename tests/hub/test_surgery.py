@@ -53,7 +53,7 @@ def naive(order: list[int], **changes: Any) -> Any:
     return NaiveLlama(part, {**config, "num_hidden_layers": len(order)}).forward(IDS)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.5, 0.95, 1.0])
 @pytest.mark.parametrize("tied", [True, False])
 def test_depth_one_is_the_source_without_the_dropped_layers(
     tmp_path: Path, share: float, tied: bool
@@ -66,6 +66,13 @@ def test_depth_one_is_the_source_without_the_dropped_layers(
     assert gap(forward(model, 1), naive([0, 1, 5, 3, 7], tie_word_embeddings=tied)) < 1e-9
     d, layer = 24, parameters(load_checkpoint(source).model.core_blocks[0])  # type: ignore[index]
     assert done.source_parameters - done.parameters == 3 * layer - 2 * d * d
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("share", [0.1, 0.2, 0.3, 0.9, 0.95])
+def test_shares_add_up_in_few_bits_too(tmp_path: Path, share: float, dtype: torch.dtype) -> None:
+    done = retrofit(source_of(tmp_path, dtype), tmp_path / "out", PARTS, latent_share=share)
+    assert done.gate_error <= GATE
 
 
 @torch.no_grad()
