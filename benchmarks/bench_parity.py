@@ -13,7 +13,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from benchmarks.common import arguments, finish, table
+from benchmarks.common import finish, parser, table
 from loopwise.data import TokenBatch
 from loopwise.engine import Engine, EngineConfig
 from loopwise.engine.reference import ReferenceDecoder
@@ -79,7 +79,7 @@ def gaps(model: LoopedModel, ids: Tensor, depth: int) -> dict[str, float]:
 
 
 def main() -> None:
-    args = arguments(__doc__ or "")
+    args = parser(__doc__ or "", smoke=True).parse_args()
     loops, seq, batch = ((1, 3), 12, 2) if args.smoke else (LOOPS, 48, 8)
     ids = torch.randint(0, 256, (batch, seq), generator=torch.Generator().manual_seed(1))
     rows, worst = [], 0.0

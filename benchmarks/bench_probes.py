@@ -268,7 +268,7 @@ def shown(row: Row, budget: float) -> Row:
 
 
 def main() -> None:
-    args = parser(__doc__ or "")
+    args = parser(__doc__ or "", smoke=True)
     args.add_argument("checkpoint", nargs="?", type=Path, default=CHECKPOINT)
     args.add_argument("--data", default="builtin:stories:400", help="text no rule was fitted on")
     args.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192, 32768], help="to learn")

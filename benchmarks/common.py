@@ -16,17 +16,21 @@ RESULTS = Path(__file__).parent / "results"
 torch.set_flush_denormal(True)  # as commands run
 
 
-def parser(description: str) -> argparse.ArgumentParser:
-    """What every script takes; for those that take more."""
+def parser(
+    description: str, *, smoke: bool = False, repeats: bool = False
+) -> argparse.ArgumentParser:
+    """What every script takes, and what those that can take besides."""
     made = argparse.ArgumentParser(description=description)
-    made.add_argument("--smoke", action="store_true", help="seconds on a CPU: does it run")
-    made.add_argument("--repeats", type=int, default=5)
+    if smoke:
+        made.add_argument("--smoke", action="store_true", help="seconds on a CPU: does it run")
+    if repeats:
+        made.add_argument("--repeats", type=int, default=5)
     made.add_argument("--save", action="store_true", help="keep the result in benchmarks/results")
     return made
 
 
 def arguments(description: str) -> argparse.Namespace:
-    return parser(description).parse_args()
+    return parser(description, smoke=True, repeats=True).parse_args()
 
 
 def short(row: dict[str, Any]) -> dict[str, Any]:

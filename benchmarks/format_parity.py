@@ -85,7 +85,7 @@ class Recorder:
 
 
 def main() -> None:
-    options = parser(__doc__ or "").parse_args()
+    options = parser(__doc__ or "", smoke=True).parse_args()
     recorder = Recorder()
     modules = PUBLISHED[:1] if options.smoke else (*PUBLISHED, *PLAIN)
     files = [str(TESTS / f"test_{name}.py") for name in modules]
