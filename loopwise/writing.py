@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,9 +53,12 @@ def write_whole(path: Path, text: str) -> None:
     aside = path.with_name(f".{path.name}")
     with writing(path):
         try:
-            aside.write_text(text, encoding="utf-8")
+            with aside.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())  # else a power cut may keep the new name, and no text
             aside.replace(path)
-        except OSError:
+        except BaseException:
             aside.unlink(missing_ok=True)
             raise
 

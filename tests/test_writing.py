@@ -20,6 +20,32 @@ def test_a_refused_file_leaves_the_one_before(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["results.json"], "nothing is left beside it"
 
 
+def test_the_one_before_is_replaced_by_what_is_on_disk(tmp_path, monkeypatch):
+    """A power cut between the two left an empty file."""
+    path = tmp_path / "results.json"
+    write_whole(path, "before")
+    flushed = []
+
+    def fsync(number):
+        assert path.read_text() == "before"
+        flushed.append((tmp_path / ".results.json").read_text())
+
+    monkeypatch.setattr("loopwise.writing.os.fsync", fsync)
+    write_whole(path, "after")
+    assert (flushed, path.read_text()) == (["after"], "after")
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+def test_stopped_while_writing_leaves_nothing_beside(tmp_path, monkeypatch, stop):
+    def stopped(number):
+        raise stop
+
+    monkeypatch.setattr("loopwise.writing.os.fsync", stopped)
+    with pytest.raises(stop):
+        write_whole(tmp_path / "grid.json", "{}")
+    assert not list(tmp_path.iterdir()), "and the folder would be refused as not empty"
+
+
 def test_lines_are_added_until_the_disk_is_full(tmp_path):
     path = tmp_path / "log.jsonl"
     append_line(path, "one")

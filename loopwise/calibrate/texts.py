@@ -28,9 +28,14 @@ _SEEN_SHARE = 0.1  # of the text that may be training text: left out; above it e
 
 @dataclass(frozen=True)
 class FreshText:
-    """What was given, without documents that a fitted rule or the training has seen."""
+    """What was given, without documents that the training has seen.
+
+    Attributes:
+        seen: numbers of the documents that a rule was fitted on; they may propose, not judge.
+    """
 
     documents: list[Document]
+    seen: frozenset[int]
     sources: list[str]
     left_out: dict[str, int]  # documents by reason
 
@@ -45,7 +50,7 @@ def read_fresh_text(
     asked: dict[str, Any],
     emit: Emit,
 ) -> FreshText:
-    """Read what is given, or what the run of the checkpoint held out, and leave out what was seen.
+    """Read what is given, or what the run of the checkpoint held out, without training text.
 
     Raises:
         ConfigError: nothing is given and the checkpoint is not part of a run.
@@ -72,15 +77,14 @@ def read_fresh_text(
         _refuse_training_text(checkpoint, given)
         documents, left_out["trained on"] = _not_trained_on(documents, texts)
     fitted_on = set(checkpoint.exits.get("fitted_on", []))
-    fresh = [d for d in documents if document_hash(d) not in fitted_on]
-    left_out["exit rules were fitted on"] = len(documents) - len(fresh)
+    seen = frozenset(i for i, d in enumerate(documents) if document_hash(d) in fitted_on)
     left_out = {reason: n for reason, n in left_out.items() if n}
     if left_out:
         said = ", ".join(f"{n} {reason}" for reason, n in left_out.items())
         emit(warning(f"of {len(given)} documents are left out: {said}"))
-    if not fresh:
+    if len(seen) == len(documents):
         raise DataError("all of this text was used to fit exit rules; give other text with --data")
-    return FreshText(fresh, list(sources or corpora), left_out)
+    return FreshText(documents, seen, list(sources or corpora), left_out)
 
 
 def _run_settings(checkpoint: Path) -> dict[str, Any] | None:
@@ -182,8 +186,9 @@ def divide(
         unit_spans(store, [int(document)], seq, options.unit)
         for document in rng.permutation(store.n_documents)
     ]
+    spans.sort(key=lambda of_one: of_one[0].document not in text.seen)  # what was seen proposes
     assert store.n_documents == len(text.documents), "blank ones were skipped when they were read"
-    proposing, judging = _part(spans)
+    proposing, judging = _part(spans, len(text.seen))
     if len(judging) < needed:
         raise DataError(_too_short(text, store, options, sum(map(len, spans)), seq, needed, needs))
     chosen = rng.permutation(len(judging))[: options.units or _JUDGING * needed]
@@ -201,14 +206,20 @@ def divide(
     )
 
 
-def _part(spans: list[list[Span]]) -> tuple[list[Span], list[Span]]:
-    """Units by document into those that propose and those that judge."""
+def _part(spans: list[list[Span]], seen: int) -> tuple[list[Span], list[Span]]:
+    """Units by document into those that propose and those that judge.
+
+    Args:
+        seen: of the documents, the first, may not judge; those that do not propose are not used.
+    """
     wanted = min(_PROPOSING, max(1, sum(map(len, spans)) // 4))
     proposing: list[Span] = []
-    documents = iter(spans)
+    taken = 0
     while len(proposing) < wanted:
-        proposing += next(documents)
-    return proposing[:_PROPOSING], [span for of_one in documents for span in of_one]
+        proposing += spans[taken]
+        taken += 1
+    rest = spans[max(taken, seen) :]
+    return proposing[:_PROPOSING], [span for of_one in rest for span in of_one]
 
 
 def _needs(options: CalibrateOptions, needed: int, level: float) -> str:

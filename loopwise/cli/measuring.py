@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,7 +19,7 @@ from loopwise.cli.options import (
     listed,
     settings_table,
 )
-from loopwise.cli.running import command
+from loopwise.cli.running import Kept, command, nothing_kept
 
 
 @app.command()
@@ -32,11 +33,7 @@ def measure(
     debug: DebugOption = False,
 ) -> None:
     """Trace every token of --data at every recurrence; fits exit rules on its first part."""
-
-    def kept() -> str:
-        return "finished traces and fitted rules are kept; run it again with --data of what is left"
-
-    with command(as_json, debug, kept) as (display, answer):
+    with command(as_json, debug, _measured_kept(checkpoint, out)) as (display, answer):
         from loopwise.study import measure_command
 
         settings = settings_table(None, config, set_, data, None, None)
@@ -158,3 +155,22 @@ def report(
         from loopwise.report import write_report
 
         answer({"report": str(write_report(run))})
+
+
+def _measured_kept(checkpoint: Path, out: Path | None) -> Kept:
+    """Of ``measure``, told by the folders alone: a signal may come before anything is loaded."""
+
+    def kept() -> str:
+        above = (checkpoint, checkpoint.parent, checkpoint.parent.parent)
+        run = next((p for p in above if (p / "checkpoints").is_dir()), None)
+        folder = out or (None if run is None else run / "traces")
+        traced = folder is not None and any(folder.glob("*/trace.json"))
+        places = ("exits.json", "*/exits.json", "checkpoints/*/exits.json")
+        fitted = any(found for place in places for found in checkpoint.glob(place))
+        if folder is not None and traced:
+            what = f"finished traces in {shlex.quote(str(folder))}"
+            what += " and fitted rules" if fitted else ""
+            return f"{what} are kept; run it again with --data of what is left"
+        return "fitted rules are kept; run the command again" if fitted else nothing_kept()
+
+    return kept

@@ -69,19 +69,22 @@ class PackedBlocks:
         seq: inputs per block, at least 2.
         seed: with the epoch, decides the order of the documents.
         shuffle: False keeps the order of the store in every epoch, for evaluation.
+        remedy: what to do, besides adding text, where the corpus does not fill one block.
     Raises:
         ConfigError: ``seq`` below 2.
         DataError: the corpus does not fill one block.
     """
 
-    def __init__(self, store: TokenStore, seq: int, seed: int, shuffle: bool = True) -> None:
+    def __init__(
+        self, store: TokenStore, seq: int, seed: int, shuffle: bool = True, *, remedy: str = ""
+    ) -> None:
         if seq < 2:
             raise ConfigError(f"seq={seq} must be at least 2 tokens")
         n_inputs = store.n_tokens - 1  # the very last token predicts nothing
         if n_inputs < seq:
             raise DataError(
                 f"the corpus has {store.n_tokens} tokens in {store.n_documents} documents, one "
-                f"block needs {seq + 1}; add text, or train with --set train.seq={n_inputs} at most"
+                f"block needs {seq + 1}; add text" + (f", or {remedy}" if remedy else "")
             )
         self.store = store
         self.seq = seq

@@ -191,8 +191,8 @@ def _write(
     with writing(folder):
         aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
+        _write_files(documents, tokenizer, aside, folder, text_hash)
         with writing(folder):
-            _write_files(documents, tokenizer, aside, text_hash)
             os.rename(aside, folder)
     except WriteError:
         # Another process may have finished the same tokens first, which serves as well.
@@ -203,23 +203,23 @@ def _write(
 
 
 def _write_files(
-    documents: Iterable[Document], tokenizer: Tokenizer, aside: Path, text_hash: str
+    documents: Iterable[Document], tokenizer: Tokenizer, aside: Path, folder: Path, text_hash: str
 ) -> None:
+    """Into ``aside``; errors name ``folder``, what it will be."""
     digest = hashlib.sha256()
     lengths = []
     dtype = "uint16"
-    with open(aside / "token_ids.bin", "wb") as id_file, open(aside / "hops.bin", "wb") as hop_file:
-        for chunk in _token_chunks(documents, tokenizer, digest):
-            chunk.token_ids.tofile(id_file)
-            chunk.hops.tofile(hop_file)
-            lengths.append(chunk.lengths)
-            dtype = chunk.token_ids.dtype.name
+    for chunk in _token_chunks(documents, tokenizer, digest):  # reads: an OSError there is its own
+        with writing(folder):
+            _append(aside / "token_ids.bin", chunk.token_ids)
+            _append(aside / "hops.bin", chunk.hops)
+        lengths.append(chunk.lengths)
+        dtype = chunk.token_ids.dtype.name
     if not lengths:
         raise DataError("no documents to tokenise")
     if digest.hexdigest() != text_hash:
         raise DataError("the documents changed between two reads; start again once they are final")
     offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths), dtype=np.int64)])
-    offsets.tofile(aside / "offsets.bin")
     meta = {
         "format_version": FORMAT_VERSION,
         "text_hash": text_hash,
@@ -228,7 +228,14 @@ def _write_files(
         "n_documents": len(offsets) - 1,
         "n_tokens": int(offsets[-1]),
     }
-    (aside / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+    with writing(folder):
+        _append(aside / "offsets.bin", offsets)
+        (aside / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+
+
+def _append(path: Path, array: np.ndarray) -> None:
+    with path.open("ab") as file:
+        array.tofile(file)
 
 
 def _load(folder: Path) -> TokenStore:

@@ -20,5 +20,10 @@ def articles(lines: Iterable[str]) -> Iterator[str]:
         yield "\n".join(article)
 
 
+def begins_with_title(text: str) -> bool:
+    """Whether the first line that is not blank is a title."""
+    return is_title(next((line for line in text.split("\n") if line.strip()), ""))
+
+
 def is_title(line: str) -> bool:
     return _TITLE.fullmatch(line.rstrip()) is not None

@@ -14,7 +14,7 @@ import torch
 import loopwise
 from loopwise.config import from_table, merge, read_json_object
 from loopwise.data import Document
-from loopwise.data.wikitext import articles, is_title
+from loopwise.data.wikitext import articles, begins_with_title
 from loopwise.errors import ConfigError, RunFolderError
 from loopwise.measure.perplexity import Protocol, perplexity
 from loopwise.measure.trace import Trace
@@ -164,9 +164,18 @@ def perplexity_command(
 
 
 def _articles(documents: list[Document]) -> list[Document]:
-    """WikiText by articles, whether it came as one file or line by line; else unchanged."""
-    lines = [line for d in documents for line in d.text.split("\n")]
-    if not is_title(next(line for line in lines if line.strip())):
+    """WikiText by articles, whether it came whole or line by line; else unchanged.
+
+    Documents of several lines are WikiText only if each begins with a title: the first of others
+    may do so by chance, and would swallow those after it.
+    """
+    lines = [d.text.removesuffix("\n") for d in documents]  # the hub's rows keep theirs
+    titled = [begins_with_title(line) for line in lines]
+    if any("\n" in line for line in lines):
+        if not all(titled):
+            return documents
+        lines = [line for d in documents for line in d.text.split("\n")]
+    elif not titled[0]:
         return documents
     return [Document(text) for text in articles(lines)]
 

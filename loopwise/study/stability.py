@@ -118,9 +118,10 @@ def run_grid(asked: Event, grid: GridConfig, folder: Path, emit: Emit) -> Event:
     configs = [cell_config(cell, grid, base) for cell in cells]
     table = _as_stored(grid, base)
     _require_same(folder, table)
-    for cell in cells:  # a broken one is refused before others are trained
-        _finished_cell(folder, cell)
-    for config in {(c.depth.mean, c.model["inject"]): c for c in configs}.values():
+    # Every record is read here, so that a broken one is refused before others are trained.
+    finished = [_finished_cell(folder, cell) is not None for cell in cells]
+    to_train = [config for config, done in zip(configs, finished, strict=True) if not done]
+    for config in {(c.depth.mean, c.model["inject"]): c for c in to_train}.values():
         check_memory(config)
     prepared = prepare(base, folder if (folder / TOKENIZER_FILE).is_file() else None)
     _claim(folder, table, prepared)
@@ -290,10 +291,22 @@ def _require_same(folder: Path, table: Event) -> None:
 
 
 def _claim(folder: Path, table: Event, prepared: Prepared) -> None:
-    """Begin a grid folder, or go on with it."""
+    """Begin a grid folder, or go on with it.
+
+    ``grid.json`` comes first: a folder that has it can be gone on with, whatever else it lacks.
+
+    Raises:
+        WriteError: the disk refuses; the same command goes on once it does not.
+    """
     make_folder(folder)
-    with writing(folder / TOKENIZER_FILE):
-        write_tokenizer(folder, prepared.tokenizer)
     if not (folder / "grid.json").is_file():
         text = json.dumps({"loopwise": loopwise.__version__, **table}, indent=2)
         write_whole(folder / "grid.json", text + "\n")
+    file = folder / TOKENIZER_FILE
+    if not file.is_file():
+        try:
+            with writing(file):
+                write_tokenizer(folder, prepared.tokenizer)
+        except BaseException:  # a part of it would be read when the grid goes on
+            file.unlink(missing_ok=True)
+            raise

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from loopwise.config import merge
-from loopwise.data import Document, PackedBlocks, load_or_tokenize
+from loopwise.data import Document, PackedBlocks, TokenStore, load_or_tokenize
 from loopwise.errors import ConfigError
 from loopwise.models import MODELS
 from loopwise.models.base import LoopedLM
@@ -73,11 +73,16 @@ def prepare(config: RunConfig, tokenizer_folder: Path | None = None) -> Prepared
         config=config,
         device=device,
         tokenizer=tokenizer,
-        train=PackedBlocks(train, seq, config.seed),
-        held_out=PackedBlocks(held_out, seq, config.seed, shuffle=False),
+        train=PackedBlocks(train, seq, config.seed, remedy=_shorter(train)),
+        held_out=PackedBlocks(held_out, seq, config.seed, shuffle=False, remedy=_shorter(held_out)),
         corpora=texts.held_out,
         info=info,
     )
+
+
+def _shorter(store: TokenStore) -> str:
+    """What to do about text that does not fill a block, other than adding to it."""
+    return f"train with --set train.seq={store.n_tokens - 1} at most"
 
 
 def warn_of_shared(prepared: Prepared, emit: Callable[[Event], None]) -> None:

@@ -209,6 +209,7 @@ class Trainer:
                 self._save()
                 raise
             path = self._save()
+            self._stop_if_asked()  # what comes after training must not begin
         final = {"event": "done", "step": self.step, "checkpoint": str(path), **losses}
         self._emit(final)
         return final
@@ -367,4 +368,4 @@ class Trainer:
     def _stop_if_asked(self) -> None:
         if self._stop.name:
             self.optimizer.zero_grad()
-            raise Interrupted(self.step, self._stop.name)
+            self._stop.stop_if_asked(self.step)

@@ -26,10 +26,25 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.name: str | None = None
+        self._answered = False
+
+    def stop_if_asked(self, step: int) -> None:
+        """Answer the signal that came, if one did.
+
+        Raises:
+            Interrupted: it asks to stop after ``step``, which the caller saves.
+        """
+        if self.name:
+            self._answered = True
+            raise Interrupted(step, self.name)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Note signals in place of dying of them."""
+        """Note signals in place of dying of them; one that nobody answered comes again afterwards.
+
+        So it is not lost where the lines below end otherwise, by an error that somebody catches to
+        go on, or before they look again.
+        """
         usual: dict[signal.Signals, Any] = {}
 
         def note(number: int, frame: object) -> None:
@@ -48,3 +63,6 @@ class StopSignal:
             yield
         finally:
             restore()
+            if self.name and not self._answered:
+                self._answered = True
+                signal.raise_signal(signal.Signals[self.name])

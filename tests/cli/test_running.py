@@ -6,6 +6,7 @@ import os
 import shlex
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,6 +100,29 @@ def test_other_commands_end_in_one_line_too(tmp_path, monkeypatch, command):
     monkeypatch.setattr(places[command], stops(signal.SIGTERM))
     last_line(run(command, tmp_path, *(["Hello"] * (command == "generate"))), signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "as it was before the command"
+
+
+def test_what_a_measurement_leaves_is_what_its_folders_hold(tmp_path, monkeypatch):
+    """It said that traces and rules were kept before there were any."""
+    step = tmp_path / "run" / "checkpoints" / "step-2"
+    traces = {"run": tmp_path / "run" / "traces" / "a", "out": tmp_path / "my out" / "a"}
+    for folder in (step, *traces.values()):
+        folder.mkdir(parents=True)
+
+    def line(*more: str | Path, checkpoint: Path = step) -> str:
+        monkeypatch.setattr("loopwise.study.commands.load_checkpoint", stops(signal.SIGTERM))
+        return last_line(run("measure", checkpoint, *more), signal.SIGTERM)
+
+    assert "nothing was stored; run the command again" in line()
+    (step / "exits.json").write_text("{}")
+    assert "; fitted rules are kept; run the command again" in line()
+    (traces["run"] / "trace.json").write_text("{}")
+    kept = f"finished traces in {tmp_path}/run/traces and fitted rules are kept; run it again with"
+    assert kept in line()
+    assert "; fitted rules are kept" in line("--out", tmp_path / "my out")
+    (traces["out"] / "trace.json").write_text("{}")
+    assert f"finished traces in '{tmp_path}/my out' and" in line("--out", tmp_path / "my out")
+    assert kept in line(checkpoint=tmp_path / "run")
 
 
 def test_answers_to_a_file_of_prompts_are_kept(tmp_path, monkeypatch):

@@ -1,9 +1,11 @@
 """Packing: every token a target once per epoch, documents apart, resuming exact by construction."""
 
 import copy
+import errno
 import itertools
 import pickle
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -160,8 +162,10 @@ def test_wrong_sizes_are_refused_with_their_values() -> None:
     store = numbered_store([5, 5])
     with pytest.raises(ConfigError, match="seq=1"):
         PackedBlocks(store, 1, seed=0)
-    with pytest.raises(DataError, match="10 tokens in 2 documents.*needs 11.*--set train.seq=9"):
+    with pytest.raises(DataError, match="10 tokens in 2 documents.*needs 11; add text$"):
         PackedBlocks(store, 10, seed=0)
+    with pytest.raises(DataError, match="needs 11; add text, or wait$"):
+        PackedBlocks(store, 10, seed=0, remedy="wait")
     blocks = PackedBlocks(store, 4, seed=0)
     for ask in (
         lambda: blocks.block(0, 3),
@@ -251,6 +255,21 @@ def test_token_files_on_a_full_disk_are_one_line_and_leave_nothing(tmp_path, roo
         load_or_tokenize(lambda: STORIES, BYTES, tmp_path)
     assert not list(tmp_path.iterdir())
     assert load_or_tokenize(lambda: STORIES, BYTES, tmp_path).n_documents == 40
+
+
+def test_text_that_cannot_be_read_again_is_not_blamed_on_the_disk_written_to(tmp_path) -> None:
+    """It said "cannot write" the token files and to free some space."""
+    reads = iter([None, OSError(errno.EIO, "Input/output error")])
+
+    def documents() -> Iterator[Document]:
+        yield STORIES[0]
+        if (trouble := next(reads)) is not None:
+            raise trouble
+
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        load_or_tokenize(documents, BYTES, tmp_path)
+    assert not isinstance(caught.value, WriteError)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_text_hash_sees_document_boundaries() -> None:

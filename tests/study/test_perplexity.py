@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from loopwise.data import Document
 from loopwise.models.checkpoint import save_checkpoint
 from loopwise.study import perplexity_command
+from loopwise.study.commands import _articles
 from loopwise.tokenizer import ByteTokenizer
 from tests.conftest import make_model
 
@@ -42,6 +44,23 @@ def test_an_article_of_wikitext_is_a_document_however_it_comes(folder):
     assert perplexity(folder, rows, "document") == one
     by_line = perplexity(folder, lines, "document")  # blank lines are not rows
     assert by_line["tokens"] == sum(len(x.encode()) + 1 for x in text.split("\n") if x.strip()) - 2
+
+
+def test_rows_that_keep_the_end_of_their_line_are_lines(folder):
+    """The hub's WikiText has such rows; every line of it was followed by a blank one."""
+    lines = [line for line in "\n".join(ARTICLES).split("\n") if line.strip()]
+    bare, ended = folder / "bare.jsonl", folder / "ended.jsonl"
+    bare.write_text("".join(json.dumps({"text": x}) + "\n" for x in lines))
+    ended.write_text("".join(json.dumps({"text": x + "\n"}) + "\n" for x in lines))
+    assert perplexity(folder, ended, "document") == perplexity(folder, bare, "document")
+
+
+def test_documents_that_are_not_wikitext_stay_apart(folder):
+    """All of them were one article when the first began like one."""
+    kept = [Document(" = Notes = \n\nOne. \n"), Document("Two.\nThree.\n"), Document("Four.\n")]
+    assert _articles(kept) == kept
+    assert _articles(kept[1:]) == kept[1:]
+    assert _articles(kept[:1]) == kept[:1], "one that is an article stays as it is, to the last end"
 
 
 def test_long_text_is_not_cut_unless_asked(folder):

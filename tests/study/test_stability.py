@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
+import signal
 
 import pytest
 
-from loopwise.errors import ConfigError, DataError, RunFolderError
+from loopwise.errors import ConfigError, DataError, RunFolderError, WriteError
 from loopwise.measure.stability import CollapseRule
 from loopwise.settings import explicit_table
 from loopwise.study.stability import GridConfig, cell_config, cells_of, run_grid
 from loopwise.train.metrics import read_metrics
+from tests.conftest import full_disk
 
 TINY = [
     "data.sources=['builtin:stories:40']",
@@ -84,6 +88,53 @@ def test_collapse_is_an_outcome_with_its_step_and_reason(tmp_path):
     assert (cell["status"], cell["step"]) == ("collapsed", 4)
     assert "unigram" in cell["reason"]
     assert max(e["step"] for e in events if e["event"] == "step") == 4, "a collapsed cell stops"
+
+
+def test_a_signal_that_comes_with_a_collapse_stops_the_grid(tmp_path):
+    """The collapse ended the run that had noted the signal, and the next cell began."""
+    rule = CollapseRule(window=2, grace_steps=3, floor_share=0.01)
+    grid = GridConfig(variants=("lt", "flt"), loops=(2,), seeds=1, collapse=rule)
+    asked, heard = explicit_table(overrides=TINY), []
+
+    def emit(event):
+        heard.append(event)
+        if event["event"] == "step" and event["step"] == 4:  # where the rule fires
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_grid(asked, grid, tmp_path / "grid", emit)
+    assert {e["cell"] for e in heard if e["event"] == "step"} == {"lt-k2-lr0.02-s0"}
+    results, _ = run(tmp_path / "grid", grid)
+    assert len(results["cells"]) == 2
+
+
+def test_memory_is_asked_for_cells_that_are_still_to_be_trained(tmp_path, monkeypatch):
+    """A finished grid was refused where the memory had gone since, though nothing was to train."""
+    grid = GridConfig(variants=("lt",), loops=(1, 2), seeds=1)
+    first, _ = run(tmp_path / "grid", grid)
+    monkeypatch.setattr("loopwise.study.training.free_memory_gib", lambda device: 0.0)
+    assert run(tmp_path / "grid", grid)[0] == first
+    next((tmp_path / "grid").glob("cells/lt-k2-*/cell.json")).unlink()
+    with pytest.raises(ConfigError, match="free; with --set lower model.d_model"):
+        run(tmp_path / "grid", grid)
+
+
+def test_a_grid_that_could_not_begin_begins_with_the_same_command(tmp_path, monkeypatch):
+    """The folder held a tokenizer alone, and was refused for it."""
+    grid = GridConfig(variants=("lt",), loops=(1,), seeds=1)
+
+    def half_written(folder, tokenizer):
+        (folder / "tokenizer.json").write_text('{"ty')
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("loopwise.study.stability.write_tokenizer", half_written)
+        with pytest.raises(WriteError, match=r"grid/tokenizer\.json': No space left .*free some"):
+            run(tmp_path / "grid", grid)
+    with full_disk(), pytest.raises(WriteError, match=r"new/grid\.json'"):
+        run(tmp_path / "new", grid)
+    for name in ("grid", "new"):
+        assert len(run(tmp_path / name, grid)[0]["cells"]) == 1
 
 
 def test_a_grid_of_another_configuration_is_refused(tmp_path):

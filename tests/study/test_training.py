@@ -113,6 +113,16 @@ def test_bad_starts_are_one_line_and_leave_no_folder(start: Path, tmp_path: Path
     assert not out.exists()
 
 
+def test_text_shorter_than_a_block_says_what_fits(tmp_path: Path) -> None:
+    """Training alone can take shorter blocks, so it alone offers them."""
+    text = tmp_path / "short.txt"
+    text.write_text("one\ntwo\n")
+    out = ("--data", text, "--held-out", text, "--out", tmp_path / "run", "--set")
+    byte = (*("tokenizer.kind=byte", "--set", "data.read.split=line"),)
+    refused(run("train", *out, *byte), "10 tokens", "or train with --set train.seq=9 at most")
+    refused(run("train", *out, "train.seq=10", "--set", *byte), "add text, or train with")
+
+
 def test_a_start_set_by_hand_must_fit(start: Path, tmp_path: Path) -> None:
     settings = (*SMALL, f"start_from={start}", "tokenizer.kind=byte")
     refused(train(tmp_path / "run", settings=settings), "loopwise train --from")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from loopwise.errors import ConfigError
 from loopwise.models import MODELS
+from loopwise.models.costs import parameters
 from loopwise.settings import build_config, explicit_table, preset_table
 from loopwise.study import training
+from loopwise.train.estimate import memory_gib
 from loopwise.train.machine import free_memory_gib
 from tests.train.test_loop import make_trainer
 
@@ -58,10 +62,30 @@ def test_the_plan_of_a_run_is_what_was_checked(tmp_path, monkeypatch):
 
 
 def test_float32_weights_are_their_own_masters(tmp_path):
-    full = make_trainer(tmp_path / "fp32").estimate()
-    assert full["memory_gib"] * 1024**3 > 16 * full["parameters"], "weight, gradient, two moments"
+    """They were counted twice. Here without what a batch adds: bytes per parameter."""
+    for dtype, each in (("fp32", 4 + 4 + 8), ("bf16", 2 + 2 + 4 + 4 + 8)):
+        trainer = make_trainer(tmp_path, dtype=dtype)
+        gib = memory_gib(trainer.model, trainer.optimizer, rows=0, recurrences=0)
+        assert gib * 1024**3 == each * parameters(trainer.model), f"{dtype}: + gradient, moments"
 
 
-def test_this_machine_tells_what_it_has_or_says_nothing():
-    free = free_memory_gib(torch.device("cpu"))
-    assert free is None or free > 0
+MEMINFO = """MemTotal:       16384000 kB
+MemFree:          102400 kB
+MemAvailable:    3145728 kB
+SwapTotal:       4194304 kB
+SwapFree:        1048576 kB
+HugePages_Total:       0
+"""
+
+
+def test_free_memory_is_what_can_be_had_swap_included(monkeypatch):
+    monkeypatch.setattr(Path, "read_text", lambda path, encoding: MEMINFO)
+    assert free_memory_gib(torch.device("cpu")) == 4.0
+
+
+@pytest.mark.parametrize("said", ["", "MemFree: 5 kB\n", "MemAvailable:\n", "SwapFree: x kB\n"])
+def test_another_account_of_memory_is_not_taken(monkeypatch, said):
+    """Then all the machine has, free or not."""
+    monkeypatch.setattr(Path, "read_text", lambda path, encoding: said)
+    monkeypatch.setattr("os.sysconf", {"SC_PHYS_PAGES": 2**19, "SC_PAGE_SIZE": 4096}.get)
+    assert free_memory_gib(torch.device("cpu")) == 2.0

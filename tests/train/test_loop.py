@@ -99,6 +99,43 @@ def test_a_signal_leaves_a_state_that_resumes(tmp_path, number):
         assert torch.equal(tensor, _weights(tmp_path)[name]), name
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_last_state_is_saved_is_answered(tmp_path, monkeypatch, number):
+    """It was noted and forgotten: a study went on to hours of measuring."""
+    trainer = make_trainer(tmp_path)
+    save = trainer._save
+
+    def hit_while_saving():
+        if trainer.step == 12:
+            os.kill(os.getpid(), number)
+        return save()
+
+    monkeypatch.setattr(trainer, "_save", hit_while_saving)
+    with pytest.raises(Interrupted, match="after step 12, which is saved"):
+        trainer.run()
+    assert load_checkpoint(tmp_path).training["step"] == 12
+    again = make_trainer(tmp_path).run(resume=True)
+    straight = make_trainer(tmp_path / "straight").run()
+    assert again["loss_nats_by_depth"] == straight["loss_nats_by_depth"]
+
+
+def test_a_signal_is_not_lost_where_a_run_ends_by_an_error(tmp_path):
+    """Whoever catches the error, to go on with another run, must not be the one who hears of it."""
+    trainer = make_trainer(tmp_path)
+
+    def hit_and_fail(event):
+        if event["event"] == "step" and event["step"] == 7:
+            os.kill(os.getpid(), signal.SIGINT)
+            raise ZeroDivisionError
+
+    trainer._on_event = hit_and_fail
+    with pytest.raises(KeyboardInterrupt) as caught:
+        trainer.run()
+    assert isinstance(caught.value.__context__, ZeroDivisionError)
+    assert load_checkpoint(tmp_path).training["step"] == 5
+    assert make_trainer(tmp_path).run(resume=True)["step"] == 12
+
+
 def test_accumulation_weights_by_target_tokens(tmp_path):
     """Eight unequal sequences as 8x1, 4x2 and 1x8 give one gradient."""
     norms, losses = [], []
