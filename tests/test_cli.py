@@ -200,6 +200,13 @@ def test_a_finished_study_of_an_earlier_version_gets_the_rules_that_came_since(a
 
 
 @pytest.mark.usefixtures("no_plots")
+def test_a_run_stopped_before_its_tokenizer_was_written_resumes(a_run):
+    shutil.rmtree(a_run / "checkpoints")
+    (a_run / "tokenizer.json").unlink()
+    assert run("train", "--out", a_run, "--resume").exit_code == 0
+    assert (a_run / "tokenizer.json").is_file()
+
+
 def test_a_study_killed_between_training_and_measuring_resumes(a_run):
     shutil.rmtree(a_run / "traces")
     for name in ("results.json", "report.html"):

@@ -40,6 +40,7 @@ from loopwise.study.training import (
     train_stage,
     warn_of_shared,
 )
+from loopwise.tokenizer import TOKENIZER_FILE
 from loopwise.writing import make_folder, write_whole
 
 Event = dict[str, Any]
@@ -190,7 +191,8 @@ def _begin(asked: Asked, folder: Path, emit: Emit, resume: bool, *, to_measure: 
     """
     if resume:
         config = _stored_config(folder, asked)
-        tokenizer_folder: Path | None = folder
+        # A run may have been stopped before it had one.
+        tokenizer_folder = folder if (folder / TOKENIZER_FILE).is_file() else None
     else:
         config, tokenizer_folder = build_config(asked), None
         require_free(folder, "go on with --resume or choose another name with --out")
