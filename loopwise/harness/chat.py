@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from loopwise.errors import ConfigError, require_extra
-from loopwise.hub.chat import ChatTexts, templates_in
+from loopwise.hub.chat import MARK, ChatTexts, templates_in
 from loopwise.hub.read import DEFAULT_TEMPLATE
 from loopwise.models.checkpoint import Checkpoint
 from loopwise.registry import did_you_mean
@@ -19,7 +19,8 @@ class ChatTemplates:
 
     Attributes:
         texts: what the encoder cuts rendered prompts with.
-        used: name of the template that prompts were made with; None as long as none was.
+        used: name of the template that the present evaluation's prompts are made with; None where
+            they are plain.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -52,6 +53,8 @@ class ChatTemplates:
     def render(self, history: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
         """The prompt that a chat becomes; without a generation prompt its last message goes on.
 
+        It begins with a mark, by which the encoder knows it from plain text.
+
         Raises:
             ConfigError: no template, or it refuses these messages.
             MissingExtraError: transformers is not installed.
@@ -72,7 +75,7 @@ class ChatTemplates:
             raise ConfigError(
                 f"the chat template {self.used!r} refuses messages of {roles}: {err}"
             ) from err
-        return str(made)
+        return f"{MARK}{made}"
 
     def to_json(self) -> dict[str, Any] | None:
         """What was used, for the result file."""

@@ -28,6 +28,7 @@ from loopwise.measure.tiers import why_not_promised
 from loopwise.models.checkpoint import file_hash, resolve
 from loopwise.registry import did_you_mean
 from loopwise.train.metrics import finite
+from loopwise.writing import make_folder, write_whole
 
 Event = dict[str, Any]
 Emit = Callable[[Event], None]
@@ -89,6 +90,7 @@ def tasks_command(
             is loaded where that can be seen then.
         CheckpointError: no checkpoint, or a broken one.
         MissingExtraError: the harness is not installed.
+        WriteError: ``--out`` cannot be written.
     """
     lm_eval = harness()
     folder = resolve(path)
@@ -140,7 +142,8 @@ def tasks_command(
         )
     result = plain(result)
     if options.out is not None:
-        write_result(options.out, result)
+        make_folder(options.out.parent)
+        write_whole(options.out, json.dumps(result, indent=1, allow_nan=False) + "\n")
     return result
 
 
@@ -184,19 +187,6 @@ def check_tier(folder: Path, name: str) -> None:
         hint = did_you_mean(name, known) or ";"
         there = ", ".join(known) or "none yet (`loopwise calibrate`)"
         raise ExitError(f"no tier named {name!r}{hint} tiers of {str(folder)!r}: {there}")
-
-
-def write_result(path: Path, result: Mapping[str, Any]) -> None:
-    """Write one JSON file in one move."""
-    aside = path.parent / f".partial-{path.name}"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        aside.replace(path)
-    except OSError as err:
-        raise RunFolderError(
-            f"cannot write {str(path)!r}: {err.strerror or err}; choose another name"
-        ) from err
 
 
 def plain(value: Any) -> Any:

@@ -1,14 +1,15 @@
 """Texts of evaluation requests as token ids.
 
 Text never yields a special id, so a start token can neither be forged nor come twice; what a chat
-template wrote does, where the template itself wrote it.
+template wrote does, where the template itself wrote it. The harness does not say whether an
+evaluation is one of chats, so a prompt itself does: those that a template made begin with a mark.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from loopwise.hub.chat import ChatTexts
+from loopwise.hub.chat import MARK, ChatTexts
 from loopwise.hub.start_token import Bos, start_token
 from loopwise.models.checkpoint import Checkpoint
 
@@ -18,21 +19,26 @@ Pair = tuple[list[int], list[int]]  # context and continuation
 class Encoder:
     """Prompts, pairs and whole texts of requests as token ids.
 
-    Attributes:
-        chat: set once prompts are texts that a chat template made.
+    Args:
+        chat: what cuts the prompts that a chat template made.
     """
 
-    def __init__(self, checkpoint: Checkpoint, bos: Bos = "auto") -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, bos: Bos = "auto", chat: ChatTexts | None = None
+    ) -> None:
         self.tokenizer = checkpoint.tokenizer
         self.start = start_token(checkpoint.tokenizer, checkpoint.training, bos)
-        self.chat: ChatTexts | None = None
+        self.chat = chat or ChatTexts(checkpoint.tokenizer)
 
     def prompts(self, texts: Sequence[str]) -> list[list[int]]:
         """As a model is fed them: with the start token where there is one, never empty."""
-        if self.chat is None:
-            encoded = self.tokenizer.encode_batch(texts)
+        if any(map(is_chat, texts)):
+            encoded = [
+                self.chat.encode(text) if is_chat(text) else self.tokenizer.encode(text)
+                for text in texts
+            ]
         else:
-            encoded = [self.chat.encode(text) for text in texts]
+            encoded = self.tokenizer.encode_batch(texts)
         first = [self.start.id] if self.start.added else []
         # A template may have written the start token itself.
         framed = [ids if ids[:1] == first else [*first, *ids] for ids in encoded]
@@ -46,7 +52,7 @@ class Encoder:
         empty context is the start token alone.
         """
         moved = [_move_spaces(context, continuation) for context, continuation in texts]
-        added = [self._plain(continuation) for _, continuation in moved]
+        added = [self.chat.marked(text) if is_chat(start) else text for start, text in moved]
         wholes = self.prompts([moved[i][0] + text for i, text in enumerate(added)])
         contexts = self.prompts([context for context, _ in moved])
         alone = self.tokenizer.encode_batch([continuation for _, continuation in moved])
@@ -54,15 +60,17 @@ class Encoder:
         for (context, _), whole, given, scored in zip(moved, wholes, contexts, alone, strict=True):
             # A token over the seam would leave nothing to score; it belongs to the continuation.
             cut = min(len(given), len(whole) - 1) if scored else len(whole)
-            if context and cut:
+            said = context.strip(MARK)  # a template may have made nothing
+            if said and cut:
                 pairs.append((whole[:cut], whole[cut:]))
             else:
-                pairs.append(([self.start.id], whole if context else scored))
+                pairs.append(([self.start.id], whole if said else scored))
         return pairs
 
-    def _plain(self, text: str) -> str:
-        """Text to go on with what a template made, in which nothing is a special token."""
-        return text if self.chat is None else self.chat.marked(text)
+
+def is_chat(prompt: str) -> bool:
+    """Whether a chat template made it."""
+    return prompt.startswith(MARK)
 
 
 def _move_spaces(context: str, continuation: str) -> tuple[str, str]:

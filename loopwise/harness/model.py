@@ -15,7 +15,7 @@ import loopwise
 from loopwise.errors import ConfigError
 from loopwise.exits.rule import ExitRule, parse_rule
 from loopwise.harness.chat import ChatTemplates
-from loopwise.harness.encoding import Encoder, Pair
+from loopwise.harness.encoding import Encoder, Pair, is_chat
 from loopwise.harness.generating import ask, generate
 from loopwise.harness.installed import harness
 from loopwise.harness.scoring import Piece, Progress, Scorer
@@ -131,8 +131,9 @@ class LoopwiseLM:
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = load_checkpoint(Path(checkpoint), _DTYPES[self.options.dtype])
         self.checkpoint = checkpoint
-        self.encoder = Encoder(checkpoint, self.options.bos)
         self.chat = ChatTemplates(checkpoint)
+        self.encoder = Encoder(checkpoint, self.options.bos, self.chat.texts)
+        self._told = False  # what was answered last, by get_model_info
         trained = checkpoint.training.get("seq", DEFAULT_MAX_LENGTH)
         limit = checkpoint.model.geometry.max_positions
         trained = trained if limit is None else min(trained, limit)
@@ -167,27 +168,29 @@ class LoopwiseLM:
     # What the harness asks for.
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The template that prompts are made with from now on: by name, or the default.
+        """The template of the evaluation that comes: by name, or the default; False is none.
 
         Raises:
             ConfigError: no such template.
         """
+        self._told = False
         if chat_template is False or chat_template is None:
+            self.chat.used = None
             return None
-        self.encoder.chat = self.chat.texts
         return self.chat.choose(chat_template)
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """A chat as one prompt; what it begins with is the template's, or else one start token."""
-        self.encoder.chat = self.chat.texts
+        self._told = False
         return self.chat.render(chat_history, add_generation_prompt)
 
     def loglikelihood(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
         """Log-probability of each continuation in nats, and whether greedy decoding makes it."""
+        self._label([request.args[0] for request in requests])
         pairs = self.encoder.pairs([request.args for request in requests])
         pieces = [self._piece(pair) for pair in pairs]
         self.scorer.tally.count("loglikelihood", len(pairs), sum(map(self._is_long, pairs)))
@@ -199,6 +202,8 @@ class LoopwiseLM:
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
         """Log-probability of whole texts, from one start token, over windows without gaps."""
+        if self._told:  # another evaluation, and whole texts are no chats
+            self._label([])
         windows: list[Piece] = []
         owners: list[int] = []
         for index, request in enumerate(requests):
@@ -215,6 +220,7 @@ class LoopwiseLM:
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Texts made by the engine up to a stop string, the end of text or the token limit."""
+        self._label([request.args[0] for request in requests])
         asked = ask(self.encoder, [request.args for request in requests], self.max_length)
         self.scorer.tally.count("generate_until", len(asked), sum(a.truncated for a in asked))
         out = generate(self.scorer, asked, self.progress)
@@ -232,6 +238,7 @@ class LoopwiseLM:
     def get_model_info(self) -> dict[str, Any]:
         """Settings and what was run; the harness puts it into its result file."""
         checkpoint, rule = self.checkpoint, self.scorer.rule
+        self._told = True
         return {
             "loopwise": loopwise.__version__,
             "checkpoint": str(checkpoint.path),
@@ -249,6 +256,14 @@ class LoopwiseLM:
             },
             "ran": self.scorer.tally.to_json(),
         }
+
+    def _label(self, prompts: Sequence[str]) -> None:
+        """Tell by the prompts which template made them: the harness is silent where none did."""
+        self._told = False
+        if not any(map(is_chat, prompts)):
+            self.chat.used = None
+        elif self.chat.used is None:  # made before, and kept by the harness
+            self.chat.choose(True)
 
     def _windows(self, ids: list[int]) -> list[Pair]:
         utils = harness("lm_eval.utils")

@@ -24,6 +24,7 @@ SEVEN = f"seven{ENDING}"
 DATA_DIR_VARIABLE = "LOOPWISE_EVAL_DATA"
 _HERE = Path(__file__).parent / "tasks"
 _STOCK_FILE = re.compile(r'"\$\{stock\}/([^"]+)"')
+_SHOWN = 60  # characters of a setting that an error shows
 _NO_USE = ("Custom kwargs", "but aggregation is not", "but higher_is_better is not")
 _BLIMP_GROUP = """\
 group: blimp_local
@@ -48,7 +49,8 @@ def load_tasks(names: Sequence[str], data_dir: Path | None) -> dict[str, Any]:
     Args:
         data_dir: folder of the local tasks' files.
     Raises:
-        ConfigError: an unknown name, or no folder for a local task.
+        ConfigError: an unknown name, no folder for a local task, or a task that a group asks with
+            other settings than another name does.
         DataError: a file that lacks or is broken, or data that the network does not give.
         MissingExtraError: the harness is not installed.
     """
@@ -115,8 +117,14 @@ def _load(manager: Any, names: list[str]) -> dict[str, Any]:
     try:
         # One at a time: together, the harness refuses those that share a task.
         merged: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
+        asked: dict[str, str] = {}  # by task: the name that loaded it
         for name in names:
-            for part, found in manager.load([name]).items():
+            loaded = manager.load([name])
+            for task, found in loaded["tasks"].items():
+                if task in asked:
+                    _require_same(task, (asked[task], merged["tasks"][task]), (name, found))
+                asked[task] = name
+            for part, found in loaded.items():
                 merged[part] |= found
         return merged
     except LoopwiseError:
@@ -129,6 +137,24 @@ def _load(manager: Any, names: list[str]) -> dict[str, Any]:
         ) from err
     finally:
         log.removeFilter(_is_of_use)
+
+
+def _require_same(task: str, first: tuple[str, Any], second: tuple[str, Any]) -> None:
+    """Refuse a task that two names load with different settings: it is run once."""
+    before, after = (found.dump_config() for _, found in (first, second))
+    for key in sorted({*before, *after}):
+        texts = [json.dumps(c.get(key), default=_name, sort_keys=True) for c in (before, after)]
+        if texts[0] != texts[1]:
+            said = [text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..." for text in texts]
+            raise ConfigError(
+                f"task {task!r} has {key} {said[0]} as {first[0]!r} loads it and {said[1]} as "
+                f"{second[0]!r} does; evaluate them one after the other"
+            )
+
+
+def _name(value: Any) -> str:
+    """What a function is called: loaded twice, it is another object."""
+    return str(getattr(value, "__qualname__", type(value).__name__))
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:

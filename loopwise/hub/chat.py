@@ -1,13 +1,13 @@
 """Chat templates of a checkpoint: read from a source, kept beside the weights as transformers does.
 
 A template writes special tokens out as text. Content that spells one must not become one, so it is
-marked before a template sees it and unmarked when the text is cut into tokens (U77).
+marked before a template sees it and unmarked when the text is cut into tokens.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,11 @@ from loopwise.config import read_json_object
 from loopwise.errors import CheckpointError
 from loopwise.hub.read import DEFAULT_TEMPLATE, refuse_pointer
 from loopwise.tokenizer import Tokenizer
+from loopwise.writing import make_folder, write_whole
 
 FILE, MORE = "chat_template.jinja", "additional_chat_templates"
-_MARK = "\ufdd0"  # a code point that no text may hold
+SETTINGS = "tokenizer_config.json"  # where older folders have theirs
+MARK = "\ufdd0"  # a code point that no text may hold
 Templates = dict[str, str]
 
 
@@ -30,7 +32,7 @@ def templates_in(folder: Path) -> Templates:
             something else.
     """
     found: Templates = {}
-    settings = folder / "tokenizer_config.json"
+    settings = folder / SETTINGS
     if settings.is_file():
         refuse_pointer(settings)
         found |= _of_settings(read_json_object(settings, CheckpointError), settings)
@@ -45,14 +47,37 @@ def templates_in(folder: Path) -> Templates:
     return found
 
 
+def check_names(names: Iterable[Any], file: Path) -> None:
+    """Refuse names of templates that are no plain file names, and might lead out of a folder.
+
+    Raises:
+        CheckpointError: names the first, and ``file``, which has it.
+    """
+    for name in names:
+        plain = isinstance(name, str) and re.fullmatch(r"[\w.-]+", name)
+        if not plain or name in (".", ".."):
+            raise CheckpointError(f"{str(file)!r} has a chat template named {name!r}; rename it")
+
+
+def template_files(templates: Mapping[str, str]) -> dict[str, str]:
+    """Their texts by the files of a checkpoint folder in which transformers looks for them."""
+    check_names(templates, Path(MORE))
+    return {
+        FILE if name == DEFAULT_TEMPLATE else f"{MORE}/{name}.jinja": text
+        for name, text in templates.items()
+    }
+
+
 def write_templates(folder: Path, templates: Mapping[str, str]) -> None:
-    """Into a checkpoint folder, under the names transformers looks for."""
-    for name, text in templates.items():
-        file = folder / FILE if name == DEFAULT_TEMPLATE else folder / MORE / f"{name}.jinja"
-        file.parent.mkdir(exist_ok=True)
-        aside = file.with_name(f".partial-{file.name}")
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(file)
+    """Into a checkpoint folder that is there.
+
+    Raises:
+        CheckpointError: a name that is no plain file name; nothing was written.
+        WriteError: the disk refuses.
+    """
+    for name, text in template_files(templates).items():
+        make_folder((folder / name).parent)
+        write_whole(folder / name, text)
 
 
 def _of_settings(settings: Mapping[str, Any], file: Path) -> Templates:
@@ -68,9 +93,7 @@ def _of_settings(settings: Mapping[str, Any], file: Path) -> Templates:
             f"{str(file)!r} has a chat_template that is neither text nor a list of name and "
             "template; put it right, or remove it"
         )
-    bad = [name for name, _ in entries if not re.fullmatch(r"[\w.-]+", name)]
-    if bad:
-        raise CheckpointError(f"{str(file)!r} has a chat_template named {bad[0]!r}; rename it")
+    check_names((name for name, _ in entries), file)
     return dict(entries)
 
 
@@ -105,14 +128,14 @@ class ChatTexts:
 
     def marked(self, content: str) -> str:
         """Content in which nothing reads as a special token; `encode` gives its own tokens."""
-        return self._spelling.sub(lambda found: found[0][:1] + _MARK + found[0][1:], content)
+        return self._spelling.sub(lambda found: found[0][:1] + MARK + found[0][1:], content)
 
     def encode(self, rendered: str) -> list[int]:
         """Token ids, special ones where the template wrote them."""
         ids: list[int] = []
         at = 0
         for found in self._spelling.finditer(rendered):
-            ids += self.tokenizer.encode(rendered[at : found.start()].replace(_MARK, ""))
+            ids += self.tokenizer.encode(rendered[at : found.start()].replace(MARK, ""))
             ids.append(self.specials[found.group()])
             at = found.end()
-        return ids + self.tokenizer.encode(rendered[at:].replace(_MARK, ""))
+        return ids + self.tokenizer.encode(rendered[at:].replace(MARK, ""))

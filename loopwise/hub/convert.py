@@ -11,7 +11,7 @@ import torch
 
 from loopwise.config import read_json_object
 from loopwise.errors import CheckpointError
-from loopwise.hub.chat import templates_in, write_templates
+from loopwise.hub.chat import template_files, templates_in
 from loopwise.hub.formats import FORMATS
 from loopwise.hub.formats.base import Format, Plan
 from loopwise.hub.formats.gaps import gap_of
@@ -107,8 +107,7 @@ def convert(
     special_ids = _special_ids(found, plan, text)
     if special_ids:
         text = text.with_special_ids(special_ids)
-    save_checkpoint(out, model, text, facts, state=state)
-    write_templates(out, templates)
+    save_checkpoint(out, model, text, facts, state=state, files=template_files(templates))
     return Conversion(
         source=source,
         out=out,

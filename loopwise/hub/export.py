@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from loopwise.hub.chat import templates_in, write_templates
+from loopwise.hub.chat import template_files, templates_in
 from loopwise.models.checkpoint import (
     Checkpoint,
     load_checkpoint,
@@ -35,8 +35,10 @@ def export_checkpoint(checkpoint: Checkpoint, out: Path, dtype: str) -> dict[str
     tensors = unique_tensors(checkpoint.model)
     made = {name: t.to(DTYPES[dtype]) for name, t in tensors.items()}
     training = {**_without_paths(checkpoint.training), "exported_from": checkpoint.weights_hash}
-    save_checkpoint(out, checkpoint.model, checkpoint.tokenizer, training, state=made)
-    write_templates(out, templates_in(checkpoint.path))
+    templates = template_files(templates_in(checkpoint.path))
+    save_checkpoint(
+        out, checkpoint.model, checkpoint.tokenizer, training, state=made, files=templates
+    )
     same = all(made[name].float().equal(t.float()) for name, t in tensors.items())
     if checkpoint.exits and same:
         kept = {k: v for k, v in checkpoint.exits.items() if k != "weights_hash"}

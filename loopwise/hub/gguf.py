@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loopwise.errors import CheckpointError, require_extra
+from loopwise.hub.chat import check_names
 from loopwise.hub.read import DEFAULT_TEMPLATE, Shape, Source, refuse_pointer
 
 ENDS = {
@@ -97,7 +98,7 @@ def open_gguf(path: Path) -> Source:
         read=read,
         tokenizer=lambda: tokenizer_json(path, said),
         special_ids=_special_ids(said),
-        chat_templates=_chat_templates(said),
+        chat_templates=_chat_templates(path, said),
     )
 
 
@@ -144,7 +145,7 @@ def tokenizer_json(path: Path, said: Mapping[str, Any]) -> str:
                 "type": "Sequence",
                 "pretokenizers": [*SPLITS[split], byte_level],
             },
-            "post_processor": _beginning(said),
+            "post_processor": _beginning(path, said),
             "decoder": byte_level,
             "model": {
                 "type": "BPE",
@@ -156,12 +157,22 @@ def tokenizer_json(path: Path, said: Mapping[str, Any]) -> str:
     )
 
 
-def _beginning(said: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A post-processor that puts the start token before a text, where the file asks for it."""
+def _beginning(path: Path, said: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A post-processor that puts the start token before a text, where the file asks for it.
+
+    Raises:
+        CheckpointError: the start token is none of the vocabulary.
+    """
     bos = said.get("tokenizer.ggml.bos_token_id")
     if bos is None or not said.get("tokenizer.ggml.add_bos_token"):
         return None
-    name = said["tokenizer.ggml.tokens"][bos]
+    tokens = said["tokenizer.ggml.tokens"]
+    if not isinstance(bos, int) or not 0 <= bos < len(tokens):
+        raise CheckpointError(
+            f"{str(path)!r} has tokenizer.ggml.bos_token_id {bos}, beyond its {len(tokens)} "
+            "tokens; copy it again, or give its tokenizer.json with --tokenizer"
+        )
+    name = tokens[bos]
     first, text = {"SpecialToken": {"id": name, "type_id": 0}}, {"id": "A", "type_id": 0}
     both = [first, {"Sequence": text}, {"Sequence": {"id": "B", "type_id": 1}}]
     return {
@@ -218,10 +229,16 @@ def _config(path: Path, said: Mapping[str, Any], tied: bool) -> dict[str, Any]:
     return config
 
 
-def _chat_templates(said: Mapping[str, Any]) -> dict[str, str]:
-    """By name; the one without a name is the default."""
+def _chat_templates(path: Path, said: Mapping[str, Any]) -> dict[str, str]:
+    """By name; the one without a name is the default.
+
+    Raises:
+        CheckpointError: a name that is no plain file name.
+    """
     found = {DEFAULT_TEMPLATE: said.get("tokenizer.chat_template")}
-    for name in said.get("tokenizer.chat_templates", ()):
+    names = said.get("tokenizer.chat_templates", ())
+    check_names(names, path)
+    for name in names:
         found[name] = said.get(f"tokenizer.chat_template.{name}")
     return {name: text for name, text in found.items() if text}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,11 @@ PICKLES = (".bin", ".pt", ".pth")
 # Where training scripts keep the weights among other things, and the settings of the model.
 NESTS = ("model", "state_dict", "model_state_dict")
 CONFIGS = ("config", "model_config", "model_args", "hparams", "args", "cfg")
+# What PyTorch raises for files that were cut or overwritten.
+_DAMAGE = (
+    *(OSError, EOFError, RuntimeError, ValueError, TypeError, AttributeError, AssertionError),
+    *(LookupError, ArithmeticError, struct.error),
+)
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)|class[: ]+([\w.]+)")
 
 
@@ -60,7 +66,7 @@ def _load(path: Path) -> Any:
             f"{str(path)!r} is damaged or holds more than weights, so it was not loaded "
             f"({reason}); save its tensors and plain settings alone"
         ) from None
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as err:  # as damage shows
+    except _DAMAGE as err:
         first = (str(err).splitlines() or [type(err).__name__])[0]
         said = type(err).__name__ if "weights_only" in first else first
         raise CheckpointError(

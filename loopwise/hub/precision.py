@@ -31,7 +31,8 @@ def precision_report(model: LoopedLM, batch: TokenBatch, full_depth: int | None)
     Returns:
         ``rows`` by depth: largest and mean difference of logits, mean and largest
         KL(float32 || bfloat16) in nats, and the share of tokens with another likeliest token;
-        ``limit_nats``, ``judged`` (the depth), ``passes`` and a ``sentence``.
+        ``limit_nats``, ``judged`` (the depth), ``passes`` and a ``sentence``, which says where
+        logits are not finite up to that depth, and in which of the two.
     """
     limit = model.geometry.max_depth
     depths = {r for r in (*DEPTHS, full_depth) if r is not None and (limit is None or r <= limit)}
@@ -41,18 +42,35 @@ def precision_report(model: LoopedLM, batch: TokenBatch, full_depth: int | None)
     rows = [{"depth": r, **_difference(exact[r], rounded[r])} for r in sorted(depths)]
     judged = full_depth if full_depth in depths else max(depths)
     (seen,) = [row["kl_mean_nats"] for row in rows if row["depth"] == judged]
-    passes = bool(seen <= LIMIT_NATS)
-    what = f"bfloat16 moves the next-token distribution by {seen:.2g} nats at depth {judged}"
-    verdict = "within" if passes else "warning: more than"
+    broken = _not_finite(exact, rounded, judged)
+    passes = broken is None and seen <= LIMIT_NATS
     return {
         "tokens": int(few.token_ids.numel()),
         "rows": rows,
         "limit_nats": LIMIT_NATS,
         "judged": judged,
         "passes": passes,
-        "sentence": f"{what}, {verdict} the limit of {LIMIT_NATS:g}."
-        + ("" if passes else " Run it in float32."),
+        "sentence": broken or _verdict(seen, judged),
     }
+
+
+def _verdict(seen: float, judged: int) -> str:
+    what = f"bfloat16 moves the next-token distribution by {seen:.2g} nats at depth {judged}"
+    if seen <= LIMIT_NATS:
+        return f"{what}, within the limit of {LIMIT_NATS:g}."
+    return f"{what}, warning: more than the limit of {LIMIT_NATS:g}. Run it in float32."
+
+
+def _not_finite(exact: dict[int, Tensor], rounded: dict[int, Tensor], judged: int) -> str | None:
+    """What to say of a model that diverges, of whichever precision is the first to."""
+    for name, logits, then in (
+        ("float32", exact, "The model itself diverges, whatever its precision"),
+        ("bfloat16", rounded, "Those of float32 are finite; run it in float32"),
+    ):
+        bad = [r for r in sorted(logits) if r <= judged and not logits[r].isfinite().all()]
+        if bad:
+            return f"warning: logits in {name} are not finite at depth {bad[0]}. {then}."
+    return None
 
 
 def precision_lines(found: dict[str, Any]) -> list[str]:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from loopwise.errors import CheckpointError, ConfigError
-from loopwise.hub.chat import templates_in, write_templates
+from loopwise.hub.chat import template_files, templates_in
 from loopwise.hub.formats.base import always
 from loopwise.models.base import LoopedLM
 from loopwise.models.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
@@ -120,8 +120,8 @@ def retrofit(
     }
     if "converted_from" in checkpoint.training:  # so that texts begin as there, until it is trained
         facts["converted_from"] = checkpoint.training["converted_from"]
-    save_checkpoint(out, model, checkpoint.tokenizer, facts, state=state)
-    write_templates(out, templates_in(checkpoint.path))
+    files = template_files(templates_in(checkpoint.path))
+    save_checkpoint(out, model, checkpoint.tokenizer, facts, state=state, files=files)
     kept = {i for of in taken.values() for i in of}
     return Retrofit(
         source=source,

@@ -104,6 +104,7 @@ def save_checkpoint(
     *,
     state: dict[str, torch.Tensor] | None = None,
     trainer: Callable[[Path], None] | None = None,
+    files: Mapping[str, str] | None = None,
 ) -> None:
     """Write a checkpoint folder so that it is either whole or absent.
 
@@ -112,6 +113,7 @@ def save_checkpoint(
         training: how it was trained; special ids that the tokenizer was told are added to it.
         state: tensors to save in place of the model's own, by the same names (float32 masters).
         trainer: called with the unfinished folder's ``trainer/`` to write what resuming needs.
+        files: texts to write beside the others, by their paths inside the folder.
     Raises:
         CheckpointError: the folder exists, or the disk refuses (nothing is left behind).
     """
@@ -135,6 +137,9 @@ def save_checkpoint(
         (aside / TOKENIZER_FILE).write_text(tokenizer.to_json(), encoding="utf-8")
         said = {"special_ids": tokenizer.special_ids} if tokenizer.special_ids else {}
         _write_json(aside / TRAINING_FILE, {**training, **said})
+        for name, text in (files or {}).items():
+            (aside / name).parent.mkdir(exist_ok=True)
+            (aside / name).write_text(text, encoding="utf-8")
         if trainer is not None:
             (aside / "trainer").mkdir()
             trainer(aside / "trainer")

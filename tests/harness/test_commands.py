@@ -14,6 +14,7 @@ from loopwise.errors import (
     ExitError,
     MissingExtraError,
     RunFolderError,
+    WriteError,
 )
 from loopwise.harness import commands
 from loopwise.harness.commands import (
@@ -27,6 +28,7 @@ from loopwise.harness.model import ModelOptions
 from loopwise.harness.tasks import DATA_DIR_VARIABLE, SEVEN
 from loopwise.hub.chat import write_templates
 from loopwise.models.checkpoint import write_exits
+from tests.conftest import full_disk
 from tests.harness.cases import ROWS, loaded, naive_pair, write_local
 from tests.test_cli import answer, refused, run
 
@@ -321,7 +323,19 @@ def test_averages_are_over_tasks_that_all_have_an_accuracy():
     assert average({"a": scores["a"]}) == {}
 
 
-def test_a_result_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
+def test_a_result_that_cannot_be_written_is_one_line(checkpoint, folder, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    with pytest.raises(RunFolderError, match="cannot write"):
-        commands.write_result(tmp_path / "file" / "result.json", {})
+    asked = options(folder, limit=1, out=tmp_path / "file" / "result.json")
+    with pytest.raises(WriteError, match=r"file': .*; choose another place"):
+        tasks_command(checkpoint.path, ["copa_local"], asked, Heard())
+    asked = options(folder, limit=1, out=tmp_path / "new" / "result.json")
+    own = commands.write_whole
+
+    def write(*given: object) -> None:
+        with full_disk():
+            own(*given)
+
+    monkeypatch.setattr(commands, "write_whole", write)
+    with pytest.raises(WriteError, match=r"result.json': File too large; free some"):
+        tasks_command(checkpoint.path, ["copa_local"], asked, Heard())
+    assert not list((tmp_path / "new").iterdir())

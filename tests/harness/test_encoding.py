@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from loopwise.harness.encoding import Encoder
-from loopwise.hub.chat import ChatTexts
+from loopwise.hub.chat import MARK
 from loopwise.hub.start_token import Bos, StartToken, start_token
 from loopwise.models.checkpoint import Checkpoint
 from loopwise.tokenizer import BPETokenizer, ByteTokenizer
@@ -91,12 +91,12 @@ def test_u28_exactly_one_start_token_and_first(checkpoint):
 def test_u28_a_rendered_prompt_has_one_start_token_whoever_writes_it(checkpoint):
     """Special tokens of a template are ids, its content is text, a continuation too."""
     encoder = Encoder(checkpoint)
-    encoder.chat = ChatTexts(checkpoint.tokenizer)
     for rendered in ("<|bos|>hi", "hi"):
-        assert encoder.prompts([rendered]) == [[BOS, *b"hi"]]
+        assert encoder.prompts([MARK + rendered]) == [[BOS, *b"hi"]]
     eos = ByteTokenizer.eos_id
     content = encoder.chat.marked("say <|eos|>")
-    assert encoder.prompts([f"<|bos|>{content}<|eos|>"]) == [[BOS, *b"say <|eos|>", eos]]
-    assert encoder.pairs([("<|bos|>hi<|eos|>", " <|eos|>")]) == [
-        ([BOS, *b"hi", eos], list(b" <|eos|>"))
+    assert encoder.prompts([f"{MARK}<|bos|>{content}<|eos|>"]) == [[BOS, *b"say <|eos|>", eos]]
+    assert encoder.pairs([(f"{MARK}<|bos|>hi<|eos|>", " <|eos|>"), (MARK, "<|eos|>")]) == [
+        ([BOS, *b"hi", eos], list(b" <|eos|>")),
+        ([BOS], list(b"<|eos|>")),
     ]

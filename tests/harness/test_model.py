@@ -13,7 +13,7 @@ from loopwise.data import Document
 from loopwise.errors import ConfigError, DepthError, ExitError, MissingExtraError
 from loopwise.harness.installed import OLDEST, TOO_NEW, harness
 from loopwise.harness.model import LoopwiseLM, ModelOptions, harness_class, register
-from loopwise.hub.chat import write_templates
+from loopwise.hub.chat import MARK, write_templates
 from loopwise.measure.perplexity import perplexity
 from loopwise.models.checkpoint import write_exits
 from loopwise.tokenizer import ByteTokenizer
@@ -290,7 +290,7 @@ def test_u28_a_chat_template_begins_a_prompt_once(chatty):
     bos, eos = ByteTokenizer.bos_id, ByteTokenizer.eos_id
     assert chatty.encoder.prompts(["Who?"]) == [[bos, *b"Who?"]]
     prompt = chatty.apply_chat_template(CHAT)
-    assert prompt == "<|bos|><user>Who?<|eos|><assistant>"
+    assert prompt == f"{MARK}<|bos|><user>Who?<|eos|><assistant>"
     ids = [bos, *b"<user>Who?", eos, *b"<assistant>"]
     assert chatty.encoder.prompts([prompt]) == [ids]
     [(found, _)] = chatty.loglikelihood([request("loglikelihood", prompt, "Tom")])
@@ -310,7 +310,7 @@ def test_u77_a_question_that_spells_a_special_token_stays_text(chatty):
 def test_a_begun_answer_is_gone_on_with(chatty):
     begun = [*CHAT, {"role": "assistant", "content": "It was"}]
     made = chatty.apply_chat_template(begun, add_generation_prompt=False)
-    assert made == "<|bos|><user>Who?<|eos|><assistant>It was"
+    assert made == f"{MARK}<|bos|><user>Who?<|eos|><assistant>It was"
 
 
 def test_u34_the_template_that_was_used_is_told(chatty):
@@ -323,7 +323,39 @@ def test_u34_the_template_that_was_used_is_told(chatty):
     assert told["sha256"] == hashlib.sha256(TEMPLATE.encode()).hexdigest()
     assert chatty.tokenizer_name != plain, "requests are cached apart"
     assert chatty.chat_template("short").startswith("{{ messages[-1]")
-    assert chatty.apply_chat_template(CHAT) == "Who?"
+    assert chatty.apply_chat_template(CHAT) == f"{MARK}Who?"
+    assert chatty.chat_template(False) is None
+    assert chatty.get_model_info()["chat_template"] is None
+    assert chatty.tokenizer_name == plain
+
+
+def test_u34_a_plain_evaluation_after_one_of_chats_is_plain_and_says_so(chatty):
+    """The harness does not call `chat_template` for a plain one."""
+    plain = [request("loglikelihood", "a<|eos|>b", "c"), request("loglikelihood", "", "Tom")]
+    kept = chatty.loglikelihood(plain)
+    pairs = chatty.encoder.pairs([r.args for r in plain])
+    whole = [request("loglikelihood_rolling", "Tom<|eos|>")]
+    prompt = chatty.apply_chat_template(CHAT)
+    chat = [request("loglikelihood", prompt, "Tom"), request("loglikelihood", "", "Tom")]
+    settings = {"until": ["x"], "max_gen_toks": 2}
+
+    def told() -> str | None:
+        used = chatty.get_model_info()["chat_template"]
+        return used and used["name"]
+
+    chatty.loglikelihood(chat)
+    chatty.loglikelihood_rolling(whole)
+    assert told() == "default", "one evaluation of both"
+    chatty.loglikelihood_rolling(whole)
+    assert told() is None, "another, of whole texts alone"
+    chatty.generate_until([request("generate_until", prompt, settings)])
+    assert told() == "default", "rendered before, as the harness keeps it"
+    chatty.loglikelihood(chat)
+    assert chatty.loglikelihood(plain) == kept and told() is None
+    assert chatty.encoder.pairs([r.args for r in plain]) == pairs
+    chatty.loglikelihood(chat)
+    chatty.generate_until([request("generate_until", "a<|eos|>", settings)])
+    assert told() is None
 
 
 def test_templates_that_are_not_there_or_refuse_are_one_line(checkpoint, chatty, tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from loopwise.errors import ConfigError, DataError
-from loopwise.harness.tasks import SEVEN, load_tasks, local_names, write_tasks
+from loopwise.harness.tasks import SEVEN, _load, load_tasks, local_names, write_tasks
 from tests.harness.cases import loaded, write_local
 
 pytest.importorskip("lm_eval")
@@ -205,6 +205,22 @@ def test_a_task_alone_and_in_its_group_is_run_once(folder):
             {*load_tasks([SEVEN], folder)["tasks"], *names[1:]} - {SEVEN}
         )
         assert list(merged["groups"]) == [SEVEN]
+
+
+def test_a_task_whose_group_changes_its_settings_is_not_merged(tmp_path, folder):
+    from lm_eval.tasks import TaskManager
+
+    write_tasks(tmp_path, folder, blimp=False)
+    for name, changes in (("mine", "\n    num_fewshot: 3"), ("same", "")):
+        (tmp_path / f"{name}.yaml").write_text(
+            f"group: {name}\ntask:\n  - task: piqa_local{changes}\n  - copa_local\n"
+        )
+    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    for names in (["piqa_local", "mine"], ["mine", "piqa_local"], ["same", "mine"]):
+        with pytest.raises(ConfigError, match="task 'piqa_local' has num_fewshot .*one after the"):
+            _load(manager, names)
+    assert list(_load(manager, ["mine"])["tasks"]) == ["piqa_local", "copa_local"]
+    assert list(_load(manager, ["piqa_local", "same", "copa_local"])["groups"]) == ["same"]
 
 
 def test_loading_says_nothing_and_leaves_the_harness_log_as_it_was(folder, caplog):

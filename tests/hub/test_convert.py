@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from loopwise.errors import CheckpointError
-from loopwise.hub.chat import templates_in
+from loopwise.errors import CheckpointError, WriteError
+from loopwise.hub.chat import templates_in, write_templates
 from loopwise.hub.convert import MAX_PADDING, convert
 from loopwise.hub.export import export_checkpoint
 from loopwise.hub.formats import FORMATS
 from loopwise.models import MODELS
 from loopwise.models.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from loopwise.tokenizer import BPETokenizer
+from tests.conftest import full_disk
 from tests.harness.cases import framed
 from tests.hub.folders import VOCAB, fill, write_folder
 from tests.hub.naive_llama import shapes as llama_shapes
@@ -195,10 +197,44 @@ def test_chat_templates_go_along(tmp_path: Path, kept: str) -> None:
     assert templates_in(tmp_path / "exported") == templates_in(tmp_path / "out")
 
 
+@pytest.mark.parametrize("name", ["../a", "a/b", "..", ".", "", "a\n"])
+def test_no_template_is_written_outside_its_folder(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(CheckpointError, match=r"chat template named .*; rename it"):
+        write_templates(folder, {"default": "x", name: "evil"})
+    assert [path.name for path in tmp_path.rglob("*")] == ["folder"]
+
+
+def test_templates_that_a_disk_refuses_leave_no_folder(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert(source, tmp_path / "whole")
+    write_templates(source, {"default": "{{ messages }}", "more": "x"})
+    write_templates(tmp_path / "whole", {"default": "{{ messages }}", "more": "x"})
+    own = Path.write_text
+
+    def refuse(path: Path, text: str, *args: Any, **kwargs: Any) -> int:
+        if "more.jinja" in path.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return own(path, text, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        convert(source, tmp_path / "out")
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        export_checkpoint(load_checkpoint(tmp_path / "whole"), tmp_path / "out", "fp32")
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    with full_disk(), pytest.raises(WriteError, match=r"more.jinja': File too large"):
+        write_templates(tmp_path / "whole", {"more": "y"})
+    assert templates_in(tmp_path / "whole")["more"] == "x"
+
+
 @pytest.mark.parametrize("said", [7, [{"name": "a"}], ["x"], [{"name": "../a", "template": "x"}]])
 def test_a_malformed_chat_template_is_one_line(source: Path, tmp_path: Path, said: Any) -> None:
     (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": said}))
-    with pytest.raises(CheckpointError, match="chat_template"):
+    with pytest.raises(CheckpointError, match=r"chat.template"):
         convert(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -106,11 +106,15 @@ def write(path: Path, kind: Any = None, **changes: Any) -> tuple[Path, Tensors, 
     writer.add_token_list(tokens)
     writer.add_token_types([3 if token == "<|endoftext|>" else 1 for token in tokens])
     writer.add_token_merges([" ".join(merge) for merge in model["merges"]])
-    writer.add_bos_token_id(1)
+    writer.add_bos_token_id(config.get("start", 1))
     writer.add_eos_token_id(2)
     writer.add_add_bos_token(config.get("begins", False))
     if "chat" in config:
         writer.add_chat_template(config["chat"])
+    if "chats" in config:  # which the library's own writer keeps to letters
+        writer.add_array("tokenizer.chat_templates", list(config["chats"]))
+        for name, text in config["chats"].items():
+            writer.add_string(f"tokenizer.chat_template.{name}", text)
     for name, values in raw.items():
         writer.add_tensor(name, values, raw_dtype=None if values.dtype == np.float32 else kind)
     writer.write_header_to_file()
@@ -162,6 +166,9 @@ def test_the_tokenizer_inside_is_carried_along(tmp_path: Path) -> None:
         ({"turned": 8}, "turns 8 of the 16 channels"),
         ({"tokenizer": "llama"}, "tokenizer of kind 'llama'"),
         ({"split": "qwen2"}, "split as 'qwen2'"),
+        ({"chats": {"../x": "evil"}}, "chat template named '../x'; rename it"),
+        ({"chats": {"..": "evil"}}, "chat template named '..'; rename it"),
+        ({"begins": True, "start": VOCAB}, f"bos_token_id {VOCAB}, beyond its {VOCAB} tokens"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -184,6 +191,12 @@ def test_chat_templates_and_what_begins_a_text_are_carried_along(
     found = start_token(saved.tokenizer, saved.training)
     assert (found.id, found.added) == (1, begins)
     assert saved.tokenizer.encode("the cat") == tokenizer.encode("the cat")
+
+
+def test_chat_templates_by_name(tmp_path: Path) -> None:
+    path, *_ = write(tmp_path / "model.gguf", chat="a", chats={"tool_use": "b"})
+    convert(path, tmp_path / "out")
+    assert templates_in(tmp_path / "out") == {"default": "a", "tool_use": "b"}
 
 
 @pytest.mark.parametrize("kept", [0, 3, 400, 9000, -100])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 
 from loopwise.data import PackedBlocks, tokenize
 from loopwise.data.documents import Document
+from loopwise.hub import precision
 from loopwise.hub.inspect import inspect_checkpoint, inspect_lines
 from loopwise.hub.precision import LIMIT_NATS, TOKENS, precision_lines, precision_report
 from loopwise.models.base import LoopedLM
@@ -57,6 +59,26 @@ def test_a_gap_past_the_limit_at_trained_depth_is_warned_of(gain: float) -> None
     assert (found["judged"], found["passes"]) == (8, seen <= LIMIT_NATS)
     said = precision_lines(found)[-1]
     assert ("warning: more than the limit of 0.01. Run it in float32." in said) is (gain > 1)
+
+
+@pytest.mark.parametrize("broken", ["float32", "bfloat16"])
+def test_a_model_that_diverges_is_not_laid_to_bfloat16(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = precision.logits_at
+
+    def from_depth_4(model: LoopedLM, *given: Any) -> dict[int, torch.Tensor]:
+        found = own(model, *given)
+        if broken == "float32" or model.dtype == torch.bfloat16:
+            found = {r: x if r < 4 else torch.full_like(x, torch.inf) for r, x in found.items()}
+        return found
+
+    monkeypatch.setattr(precision, "logits_at", from_depth_4)
+    found = precision_report(rough(), batch_of(TEXT), 8)
+    assert f"warning: logits in {broken} are not finite at depth 4." in found["sentence"]
+    assert ("run it in float32" in found["sentence"]) is (broken == "bfloat16")
+    assert found["passes"] is False
+    assert precision_report(rough(), batch_of(TEXT), 3)["passes"], "judged before that"
 
 
 def test_no_deeper_than_the_weights_allow_and_shown_with_the_rest(tmp_path) -> None:

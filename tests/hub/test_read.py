@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,28 @@ def test_damaged_pickles_are_named(source: Path, left: int) -> None:
     file.write_bytes(file.read_bytes()[:left])
     message = refused(source, allow_pickle=True)
     assert "pytorch_model.bin'" in message and "weights_only" not in message
+
+
+@pytest.mark.parametrize("content", [b"Q.", b"M\x01", b"X", b"h\x01.", b"c\xe3\x86", b"\x8a\x82"])
+def test_pickles_of_noise_are_named(source: Path, content: bytes) -> None:
+    """An empty stack, a number cut short, and others that each fail in a way of their own."""
+    (source / "model.safetensors").unlink()
+    (source / "pytorch_model.bin").write_bytes(b"\x80\x02" + content)
+    assert "pytorch_model.bin' is truncated or no PyTorch" in refused(source, allow_pickle=True)
+
+
+@pytest.mark.parametrize("error", [IndexError, struct.error, AssertionError, TypeError])
+def test_whatever_pytorch_finds_wrong_is_one_line(
+    source: Path, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    pickled(source, tensors())
+    monkeypatch.setattr(torch, "load", fail)
+    assert f"is truncated or no PyTorch file ({error.__name__})" in refused(
+        source, allow_pickle=True
+    )
 
 
 @pytest.mark.parametrize("content", [[1, 2], {}, {"model.norm.weight": 3}, 7])

@@ -15,6 +15,7 @@ from loopwise.engine import Engine, EngineConfig
 from loopwise.engine.request import SamplingParams
 from loopwise.errors import CheckpointError, ConfigError
 from loopwise.hub import retrofit as module
+from loopwise.hub.auto.card import model_card
 from loopwise.hub.chat import templates_in
 from loopwise.hub.convert import convert
 from loopwise.hub.retrofit import GATE, HEALING_TEXT, parse_layers, retrofit
@@ -106,6 +107,13 @@ def test_facts_and_dtype_are_carried_along(tmp_path: Path) -> None:
     assert facts["retrofitted_from"]["weights_hash"] == load_checkpoint(source).weights_hash
     assert facts["special_ids"] == {"eos": [2]}
     assert saved.trained_mean_depth == 1
+    card = model_card(saved.model, facts, {}, name="cut", num_loops=1)
+    for said in (
+        f"Retrofitted from {source.name}, a model of layers that run once",
+        "its layers 0-1 are the prelude, 5, 3 the core, which is looped, and 7 the coda",
+        f"{source.name} was converted from ",
+    ):
+        assert said in card, said
     inspected = answer(run("inspect", tmp_path / "out", "--tokens", "128", "--json"))
     assert inspected["dtype"] == ["BF16"]
 

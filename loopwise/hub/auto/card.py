@@ -96,14 +96,40 @@ def _training(training: Mapping[str, Any], num_loops: int) -> str:
         lines.append(f"{training['tokens_seen']:,} tokens seen.")
     if data.get("sources"):
         lines.append(f"Data: {', '.join(Path(source).name for source in data['sources'])}.")
-    source = training.get("converted_from")
-    if source:
-        lines.append(f"Converted from {source['folder']} ({source['format']}).")
+    lines += _origin(training)
     if training.get("weights_changed_by"):
         lines.append("Trained on with transformers since; the figures are from before.")
     if training.get("weights_rounded_to"):
         lines.append(f"Rounded to {training['weights_rounded_to']} since; not trained further.")
     return " ".join(lines)
+
+
+def _origin(training: Mapping[str, Any]) -> list[str]:
+    """Which weights it was made of, and what became of them."""
+    cut, source = training.get("retrofitted_from"), training.get("converted_from")
+    lines = []
+    if cut:
+        of = {part: _runs(layers) for part, layers in cut["layers"].items()}
+        lines.append(
+            f"Retrofitted from {cut['checkpoint']}, a model of layers that run once: its layers "
+            f"{of['prelude']} are the prelude, {of['core']} the core, which is looped, and "
+            f"{of['coda']} the coda; it has no others of them."
+        )
+    if source:
+        what = f"{cut['checkpoint']} was converted" if cut else "Converted"
+        lines.append(f"{what} from {source['folder']} ({source['format']}).")
+    return lines
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """In their order, neighbours as one: 0-2, 5, 3."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _tiers(tiers: Mapping[str, Any]) -> str:

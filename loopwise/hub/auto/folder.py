@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,8 +17,8 @@ from torch import Tensor
 from loopwise.config import read_json_object
 from loopwise.errors import CheckpointError, TokenizerError, require_extra
 from loopwise.exits.rule import ExitRule
+from loopwise.hub import chat
 from loopwise.hub.auto.plan import rule_only
-from loopwise.hub.chat import FILE as TEMPLATE
 from loopwise.hub.chat import templates_in, write_templates
 from loopwise.measure.tiers import named_rule, why_not_promised
 from loopwise.models.base import LoopedLM
@@ -148,12 +149,16 @@ def _download(repo_id: str, subfolder: str, where: Mapping[str, Any]) -> Path | 
     hub = require_extra("huggingface_hub", "hub", f"loading {repo_id!r}")
     errors = require_extra("huggingface_hub.errors", "hub", f"loading {repo_id!r}")
     folder = None
-    for name in (TOKENIZER, TRAINING, EXITS, TEMPLATE):
+    for name in (TOKENIZER, TRAINING, EXITS, chat.FILE, chat.SETTINGS):
         try:
             file = hub.hf_hub_download(repo_id, name, subfolder=subfolder or None, **where)
         except (errors.EntryNotFoundError, errors.LocalEntryNotFoundError):
             continue
         folder = Path(file).parent
+    if folder is not None:  # templates whose names only the repository knows
+        more = "/".join([*filter(None, [subfolder]), chat.MORE, "*.jinja"])
+        with suppress(errors.LocalEntryNotFoundError):
+            hub.snapshot_download(repo_id, allow_patterns=[more], **where)
     return folder
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from inspect import getdoc, signature
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -32,7 +34,7 @@ class LoopwiseTokenizer(PreTrainedTokenizerFast):
     - Text that spells a special token stays text; ``split_special_tokens=False`` reads it as one.
     - ``decode(encode(text), skip_special_tokens=True) == text``; special tokens are spelt out
       otherwise, as by any tokenizer of transformers.
-    - A chat template's special tokens become ids; a message that spells one is refused.
+    - A chat template's special tokens become ids; what is handed to it may not spell one.
     - Padding is on the left, as generation needs it, and of the end token, which a mask hides.
 
     Args:
@@ -102,18 +104,22 @@ class LoopwiseTokenizer(PreTrainedTokenizerFast):
         """As transformers does; the template's special tokens become ids, those of messages not.
 
         Raises:
-            TokenizerError: a message spells a special token, which would pass for the template's;
+            TokenizerError: a message, a document, a tool or another value for the template spells
+                a special token, which would pass for the template's;
                 ``tokenizer_kwargs={"split_special_tokens": False}`` lets it.
         """
         if not {"split_special_tokens"} & set(tokenizer_kwargs or {}):
             tokenizer_kwargs = {**(tokenizer_kwargs or {}), "split_special_tokens": False}
             specials = [str(t) for t in self.added_tokens_decoder.values() if t.special]
-            for text in _texts_in(conversation):
+            given = signature(super().apply_chat_template).bind(conversation, *args, **kwargs)
+            values = {**given.arguments, **given.kwargs}
+            own = {"chat_template", "kwargs", *self.special_tokens_map}  # which may spell them
+            for text in _texts_in([v for k, v in values.items() if k not in own]):
                 spelt = next((token for token in specials if token in text), None)
                 if spelt is not None:
                     raise TokenizerError(
-                        f"a message spells the special token {spelt!r}, which would forge a turn; "
-                        "take it out, or allow it with "
+                        "a message, or another value for the chat template, spells the special "
+                        f"token {spelt!r}, which would forge a turn; take it out, or allow it with "
                         "tokenizer_kwargs={'split_special_tokens': False}"
                     )
         return super().apply_chat_template(
@@ -137,16 +143,23 @@ class LoopwiseTokenizer(PreTrainedTokenizerFast):
         return written
 
 
-def _texts_in(conversation: Any) -> Iterator[str]:
-    """All text of messages, however they are nested."""
-    if isinstance(conversation, str):
-        yield conversation
-    elif isinstance(conversation, Mapping):
-        for value in conversation.values():
+def _texts_in(given: Any) -> Iterator[str]:
+    """All text of what a template may print, however it is nested: names of fields too."""
+    if isinstance(given, str):
+        yield given
+    elif isinstance(given, Mapping):
+        yield from _texts_in([*given, *given.values()])
+    elif isinstance(given, (list, tuple, set, frozenset)):
+        for value in given:
             yield from _texts_in(value)
-    elif isinstance(conversation, (list, tuple)):
-        for value in conversation:
-            yield from _texts_in(value)
+    elif callable(given):  # a tool, of which transformers makes a description
+        yield getdoc(given) or ""
+    elif is_dataclass(given):
+        yield from _texts_in({field.name: getattr(given, field.name) for field in fields(given)})
+    elif hasattr(given, "model_dump"):  # of pydantic
+        yield from _texts_in(given.model_dump())
+    else:
+        yield str(given)
 
 
 def byte_backend() -> tokenizers.Tokenizer:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from loopwise.errors import CheckpointError, ConfigError, LoopwiseError
+from loopwise.hub.chat import write_templates
 from loopwise.measure.tiers import tiers_of, write_tiers
 from loopwise.models.checkpoint import load_checkpoint, save_checkpoint
 from loopwise.tokenizer import BPETokenizer, ByteTokenizer
@@ -350,6 +351,8 @@ def test_what_lies_on_the_hub_is_read_beside_the_weights(tmp_path, monkeypatch):
     from loopwise.hub.auto.folder import read_beside
 
     path = saved(tmp_path)
+    template = {"chat_template": "of settings"}
+    (path / "tokenizer_config.json").write_text(json.dumps(template))
     asked = []
 
     def download(repo_id, filename, *, subfolder=None, **where):
@@ -358,7 +361,14 @@ def test_what_lies_on_the_hub_is_read_beside_the_weights(tmp_path, monkeypatch):
             raise EntryNotFoundError(filename)
         return str(path / filename)
 
+    def snapshot(repo_id, *, allow_patterns, **where):
+        assert (repo_id, where) == ("someone/tiny-loop", {"revision": "main"})
+        assert allow_patterns == ["v1/additional_chat_templates/*.jinja"]
+        write_templates(path, {"tools": "x"})
+        return str(path.parent)
+
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     beside = read_beside("someone/tiny-loop", "v1", revision="main")
     assert beside.training == TRAINING and beside.exits == {} and beside.path == Path(path)
     assert asked[0] == ("someone/tiny-loop", "tokenizer.json", "v1", {"revision": "main"})
@@ -366,7 +376,9 @@ def test_what_lies_on_the_hub_is_read_beside_the_weights(tmp_path, monkeypatch):
         "training.json",
         "exits.json",
         "chat_template.jinja",
+        "tokenizer_config.json",
     ]
+    assert beside.chat_templates == {"default": "of settings", "tools": "x"}
 
 
 def test_saving_keeps_a_model_of_its_own_shape(tmp_path):
