@@ -58,10 +58,10 @@ A = [3, 1, 4, 1, 5, 9, 2, 6, 5, 30]
 B = [2, 7, 1, 8, 2, 8, 0, 4, 11, 17]
 
 
-def tiny(seed: int = 0, **changes: Any) -> LoopedModel:
+def tiny(seed: int = 0, gain: float = 1.0, **changes: Any) -> LoopedModel:
     """Every weight drawn afresh: the zero start of the output projections would hide all faults."""
     model = LoopedModel(replace(TINY, **changes)).double().eval()
-    roughen(model, seed)
+    roughen(model, seed, gain)
     return model
 
 
@@ -227,14 +227,23 @@ def decode(model: LoopedModel, ids: list[int], rule: ExitRule) -> list[DecodedTo
 
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("inject", INJECTS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @torch.no_grad()
-def test_cached_decoding_equals_the_full_forward_pass(inject: str, depth: int) -> None:
-    """The known fault of this architecture: a cache that keeps the last recurrence alone."""
-    model = tiny(inject=inject, n_layers=3).float()
+def test_cached_decoding_equals_the_full_forward_pass(
+    inject: str, depth: int, dtype: torch.dtype
+) -> None:
+    """The known fault of this architecture: a cache that keeps the last recurrence alone.
+
+    Twelve loops of wild weights blow the rounding of float32 up past 1e-4 on some processors, so
+    weights are wild in float64 alone. Logits come in float32 either way.
+    """
+    exact = dtype == torch.float64
+    model = tiny(inject=inject, n_layers=3, gain=1.0 if exact else 0.5).to(dtype)
     whole = forward(model, A, depth=depth)[0]
     for position, token in enumerate(decode(model, A, parse_rule(f"fixed:{depth}"))):
         assert token.exit_depth == depth
-        assert gap(token.logits, whole[position]) < 1e-4, f"token {position}"
+        bound = 1e-6 if exact else 1e-4
+        assert gap(token.logits, whole[position]) < bound, f"token {position}"
 
 
 class Listening:
