@@ -6,8 +6,7 @@ on disk and no network is asked.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,11 @@ from typing import Any
 from loopwise.data import ReadOptions, ReadReport
 from loopwise.data.compressed import COMPRESSIONS, lines_of, suffixes, unpacked_chunks
 from loopwise.data.records import json_records
+from loopwise.data.wikitext import articles
 from loopwise.errors import DataError, require_extra
 
 Row = dict[str, Any]
 SPLIT = "test"  # what local tasks call their one split
-_ARTICLE = re.compile(r" ?= [^=](.*[^=])? = ?")  # a title of WikiText; sections have more signs
 
 
 def load_rows(
@@ -66,7 +65,8 @@ def load_pages(*, folder: str, file: str | Sequence[str], **_of_the_task: Any) -
         DataError: no such folder or file, or nothing in it.
     """
     path = find_file(folder, file, ".txt")
-    rows = [{"page": page} for page in _pages(path)]
+    lines = lines_of(unpacked_chunks(path, suffixes(path)[1], is_text=True))
+    rows = [{"page": page} for page in articles(line.decode("utf-8") for line in lines)]
     if not rows:
         raise DataError(f"{path} holds no text")
     return _data_set(rows)
@@ -96,19 +96,6 @@ def find_file(folder: str | Path, names: str | Sequence[str], ending: str) -> Pa
 @lru_cache(maxsize=1)  # BLiMP's 67 tasks read one file
 def _records(path: Path, modified_ns: int) -> list[tuple[str, Row]]:
     return list(json_records(path, ReadOptions(), ReadReport()))
-
-
-def _pages(path: Path) -> Iterator[str]:
-    """Lines from one title to the next."""
-    page: list[str] = []
-    for raw in lines_of(unpacked_chunks(path, suffixes(path)[1], is_text=True)):
-        line = raw.decode("utf-8")
-        if _ARTICLE.fullmatch(line.rstrip()) and "".join(page).strip():
-            yield "\n".join(page)
-            page = []
-        page.append(line)
-    if "".join(page).strip():
-        yield "\n".join(page)
 
 
 def _data_set(rows: list[Row]) -> Any:
