@@ -155,8 +155,8 @@ def main() -> None:
     if options.smoke:
         speeds = [measure_speed(64, 1, 4, 2, 1)]
     else:
-        cases = [(256, 2, 4), (256, 4, 4), (512, 2, 4)]
-        speeds = [measure_speed(d, n, rows, 6, options.repeats) for d, n, rows in cases]
+        cases = [(256, 2, 16), (256, 4, 16), (512, 2, 16)]
+        speeds = [measure_speed(d, n, rows, 4, options.repeats) for d, n, rows in cases]
     diagnostics = diagnostics_cost(1 if options.smoke else 10, options.repeats)
     depths = (4, 32)
     memory = {k: {d: fresh_memory(k, d) for d in depths} for k in ("train-2", "infer")}

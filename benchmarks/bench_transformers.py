@@ -21,6 +21,7 @@ from loopwise.bench.drive import drive, force
 from loopwise.bench.workload import Job, Lengths, make_jobs
 from loopwise.data import ReadOptions, ReadReport, read_documents
 from loopwise.engine import Engine, EngineConfig
+from loopwise.engine.packed import can_pack
 from loopwise.engine.runner import Calls
 from loopwise.hub.convert import convert
 from loopwise.hub.download import packaged_file
@@ -77,7 +78,8 @@ def main() -> None:
     peer.generation_config.pad_token_id = 0
     documents = list(read_documents((options.data,), ReadOptions(), ReadReport()))
     rows = []
-    calls = Calls(checkpoint.model, compile=True)
+    pack = can_pack(dtype, torch.device("cpu"))
+    calls = Calls(checkpoint.model, compile=True, pack=pack)
     for batch in [2] if options.smoke else options.batches:
         for name, lengths in (SMOKE if options.smoke else LENGTHS).items():
             n = options.requests * batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import threading
@@ -102,9 +103,12 @@ def _started(console: Console) -> Iterator[Display]:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM raises, as SIGINT does anyway."""
+    """SIGTERM raises, as SIGINT does anyway; not in processes a library forks and terminates."""
+    own = os.getpid()
 
     def stop(number: int, frame: object) -> None:
+        if os.getpid() != own:
+            os._exit(128 + number)
         raise Stopped
 
     # Outside the main thread signals belong to somebody else.

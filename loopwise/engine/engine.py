@@ -19,6 +19,7 @@ from loopwise.engine.detokenize import Detokenizer
 from loopwise.engine.kernels import can_fuse
 from loopwise.engine.kv_cache import CacheShape, KVCache
 from loopwise.engine.kv_policy import parse_kv_policy
+from loopwise.engine.packed import can_pack
 from loopwise.engine.request import FinishReason, SamplingParams, TokenOutput
 from loopwise.engine.rows import RowTable
 from loopwise.engine.runner import Calls, Runner
@@ -92,7 +93,10 @@ class Engine:
         self.attention = "compiled kernel" if fused else "tensor operations"
         self._fitted = dict(fitted or {})
         self._policy_index: dict[str, int] = {}
-        calls = Calls(model, config.compile == "on") if calls is None else calls
+        if calls is None:
+            pack = config.packed == "auto" and can_pack(model.dtype, device)
+            calls = Calls(model, compile=config.compile == "on", pack=pack)
+        self.weights = "packed" if calls.packed else "as stored"
         self.runner = Runner(model, self.cache, self.table, calls, seats=seats)
         self.default_rule = self._rule(config.exit)
         self.bos_id = tokenizer.bos_id if config.bos_id is None else config.bos_id
@@ -347,6 +351,7 @@ class Engine:
             "waiting": scheduler.waiting,
             "free_pages": scheduler.pool.free,
             "attention": self.attention,
+            "weights": self.weights,
             "kv_bytes_per_token": self.cache.bytes_per_token,
             **{k: scheduler.counts[k] for k in _SCHEDULER_COUNTS},
             "log": list(scheduler.log),

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from loopwise.engine.attention import Plan, RowsInPages
 from loopwise.engine.kv_cache import Ints, KVCache, Stage
+from loopwise.engine.packed import packed, packed_head
 from loopwise.engine.rows import Batch, RowTable
 from loopwise.exits.base import ExitPolicy, Observation, Output, Reads
 from loopwise.exits.rule import should_exit
@@ -188,7 +189,7 @@ class Runner:
 
     def _head(self, hidden: Tensor) -> Tensor:
         self.head_rows += len(hidden)
-        return self._timed(self.model.head, hidden)
+        return self._timed(self.calls.head, hidden)
 
     def _hidden(self, batch: Batch, stage: Stage) -> Tensor:
         self.coda_rows += len(batch.seats)
@@ -217,10 +218,14 @@ class Calls:
     """The model's functions over rows in pages.
 
     Args:
-        compile: compile each, once for any number of rows.
+        compile: compile each but ``head``, once for any number of rows.
+        pack: multiply by packed copies of the weights (see `packed`).
     """
 
-    def __init__(self, model: LoopedLM, compile: bool) -> None:
+    def __init__(self, model: LoopedLM, *, compile: bool, pack: bool) -> None:
+        self.packed = pack
+        self.head = packed_head(model) if pack else model.head
+        model = packed(model) if pack else model
         rope = model.geometry.rope
         Call = Callable[..., Tensor]
 

@@ -39,6 +39,8 @@ class EngineConfig:
         compile: compile the model's functions, once for any number of rows.
         kernels: ``auto`` builds the decode attention with the machine's C compiler, where there is
             one; :meth:`Engine.stats` says which is used.
+        packed: ``auto`` keeps a second copy of bfloat16 weights as the processor's matrix products
+            want them, where that is faster.
     """
 
     exit: str = "fixed:8"
@@ -59,6 +61,7 @@ class EngineConfig:
     end_ids: tuple[int, ...] = ()
     compile: Literal["on", "off"] = "off"
     kernels: Literal["auto", "off"] = "auto"
+    packed: Literal["auto", "off"] = "auto"
 
     def __post_init__(self) -> None:
         check_choices(self)

@@ -28,16 +28,12 @@ class EntropyChange(ExitPolicy):
         Raises:
             ShapeError: logits are missing.
         """
-        entropy = output_entropy(observation.needed_logits(self.name).log_softmax(dim=-1))
+        logits = observation.needed_logits(self.name)
+        entropy = output_entropy(logits.log_softmax(dim=-1), logits.softmax(dim=-1))
         change = (entropy - memory[:, 0]).abs()
         return change.masked_fill(observation.first(), float("inf")), entropy.unsqueeze(1)
 
 
-def output_entropy(log_p: Tensor, p: Tensor | None = None) -> Tensor:
-    """Entropy in nats from log-probabilities ``(rows, vocab)``: ``(rows,)``.
-
-    Args:
-        p: ``log_p.exp()``, where the caller has it already.
-    """
-    p = log_p.exp() if p is None else p
+def output_entropy(log_p: Tensor, p: Tensor) -> Tensor:
+    """Entropy in nats from log-probabilities and probabilities ``(rows, vocab)``: ``(rows,)``."""
     return -torch.linalg.vecdot(p, log_p)

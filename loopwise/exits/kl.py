@@ -28,7 +28,7 @@ class StepKL(ExitPolicy):
             ShapeError: logits are missing, or disagree with the memory.
         """
         now = remembered_log_p(self.name, observation, memory)
-        kl = step_kl(now, memory)
+        kl = step_kl(now, memory, observation.needed_logits(self.name).softmax(dim=-1))
         return kl.masked_fill(observation.first(), float("inf")), now
 
 

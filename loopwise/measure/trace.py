@@ -41,7 +41,8 @@ VERSION = 1
 _SHARD_ROWS = 16_384
 _UNFINISHED = re.compile(r"shard-\d+\.safetensors|\.trace\.json")
 _BATCH_ROWS = 2048  # tokens whose latents of all recurrences are held at once
-_CHUNK_ROWS = 128  # tokens whose distributions are held at once
+_HEAD_LOGITS = 2**23  # logits of one recurrence held at once; a matrix product of few rows is slow
+_CACHED_LOGITS = 2**19  # logits worked on at once, so that what is made of them stays in the cache
 _BLOCK_FIELDS = ("token_ids", "targets", "document_ids", "positions", "hops")
 
 _HEADER_KEYS = ("horizon", "n_tokens", "policies", "shards", "seq", "weights_hash", "corpus")
@@ -191,6 +192,7 @@ def write_trace(
     return Trace(folder)
 
 
+@torch.no_grad()
 def trace_batch(
     model: LoopedLM,
     batch: TokenBatch,
@@ -226,7 +228,6 @@ def trace_batch(
             latents.append(initial.flatten(0, -2)[rows])
         latents.append(latent.flatten(0, -2)[rows])
         hiddens.append(model.hidden(latent, r, view).flatten(0, -2)[rows])
-    # A few rows at a time, every recurrence of them: the distributions then stay in the cache.
     parts = [
         _trace_rows(
             model,
@@ -236,8 +237,14 @@ def trace_batch(
             luck[of],
             policies,
         )
-        for of in torch.arange(rows.numel()).split(_CHUNK_ROWS)
+        for of in torch.arange(rows.numel()).split(
+            max(1, _HEAD_LOGITS // model.geometry.vocab_size)
+        )
     ]
+    return _joined(parts)
+
+
+def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
@@ -257,20 +264,21 @@ def _trace_rows(
         luck: uniform draws that choose the null's labels, ``(rows,)`` float64.
     """
     last = model.head(hiddens[-1]).float().log_softmax(dim=-1)
+    before = torch.full_like(last, torch.nan)
     labels = torch.stack((targets, _draw_labels(last, luck)), dim=1)  # the true one, one by chance
-    before: Tensor | None = None
     step_before: Tensor | None = None
     memories = [
         last.new_zeros(len(targets), p.memory_width(last.shape[-1], latents[0].shape[-1]))
         for p in policies
     ]
+    few = max(1, _CACHED_LOGITS // last.shape[-1])
     columns: dict[str, list[Tensor]] = {}
     for r, hidden in enumerate(hiddens, start=1):
         logits = model.head(hidden).float()
-        log_p = logits.log_softmax(dim=-1)
         step = latents[r].float() - latents[r - 1].float()
+        some = zip(*(x.split(few) for x in (logits, before, last, labels)), strict=True)
         values = {
-            **_output_columns(log_p, top_tokens(logits), before, last, labels),
+            **_joined([_output_columns(*rows, first=r == 1) for rows in some]),
             **_latent_columns(latents[r].float(), step, step_before),
         }
         for i, policy in enumerate(policies):
@@ -281,7 +289,7 @@ def _trace_rows(
                 values[f"read.{policy.name}"] = output.asked
         for name, value in values.items():
             columns.setdefault(name, []).append(value)
-        before, step_before = log_p, step
+        step_before = step
     return {name: torch.stack(parts, dim=1) for name, parts in columns.items()}
 
 
@@ -293,17 +301,21 @@ def _draw_labels(log_p: Tensor, luck: Tensor) -> Tensor:
 
 
 def _output_columns(
-    log_p: Tensor, top: Tensor, before: Tensor | None, last: Tensor, labels: Tensor
+    logits: Tensor, before: Tensor, last: Tensor, labels: Tensor, *, first: bool
 ) -> dict[str, Tensor]:
-    """What log-probabilities ``(rows, vocab)`` say; ``before`` is None at r = 1."""
-    p = log_p.exp()
+    """What logits ``(rows, vocab)`` say beside log-probabilities of before and of the end.
+
+    ``before``, of no meaning where this is the ``first`` recurrence, is overwritten with these.
+    """
+    log_p, p = logits.log_softmax(dim=-1), logits.softmax(dim=-1)  # cheaper than log_p.exp()
+    top = top_tokens(logits)
     loss, null_loss = (-log_p.gather(1, labels)).unbind(dim=1)
+    kl_prev = torch.full_like(loss, torch.inf) if first else step_kl(log_p, before, p)
+    before.copy_(log_p)
     return {
         "loss": loss,
         "null_loss": null_loss,
-        "kl_prev": torch.full_like(loss, torch.inf)
-        if before is None
-        else step_kl(log_p, before, p),
+        "kl_prev": kl_prev,
         "kl_last": step_kl(log_p, last, p),
         "margin": softmax_margin(log_p, top),
         "entropy": output_entropy(log_p, p),

@@ -292,7 +292,10 @@ class LoopedLM(nn.Module):
 
     def head(self, hidden: Tensor) -> Tensor:
         """``(..., d_model)`` to logits ``(..., vocab)``."""
-        logits = F.linear(hidden, self.head_weight)
+        return self.capped(F.linear(hidden, self.head_weight))
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """Logits as ``logit_cap`` bounds them."""
         cap = self.logit_cap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 

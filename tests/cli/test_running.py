@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shlex
 import signal
@@ -13,6 +14,7 @@ import pytest
 from click.testing import Result
 
 from loopwise.cli.options import PresetOption
+from loopwise.errors import DataError
 from loopwise.models.checkpoint import load_checkpoint
 from loopwise.settings import preset_names
 from tests.study.test_stability import TINY
@@ -137,3 +139,23 @@ def test_answers_to_a_file_of_prompts_are_kept(tmp_path, monkeypatch):
 def test_every_preset_is_named_by_the_help():
     told: str = PresetOption.__metadata__[0].help  # type: ignore[attr-defined]
     assert all(name in told for name in preset_names())
+
+
+def test_processes_of_a_library_end_by_its_signal(tmp_path, monkeypatch):
+    """lm-evaluation-harness forks a pool and terminates it, with our handler in each process."""
+    codes = []
+
+    def forking(*args: object, **options: object) -> None:
+        fork = multiprocessing.get_context("fork")
+        awake = fork.Event()
+        child = fork.Process(target=lambda: (awake.set(), time.sleep(60)))
+        child.start()
+        awake.wait()
+        child.terminate()
+        child.join(30)
+        codes.append(child.exitcode)
+        raise DataError("seen enough")
+
+    monkeypatch.setattr("loopwise.study.commands.load_checkpoint", forking)
+    run("measure", tmp_path, *DATA)
+    assert codes == [128 + signal.SIGTERM]

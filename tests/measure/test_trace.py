@@ -150,7 +150,7 @@ def test_null_labels_of_different_tokens_are_drawn_apart(few, tmp_path):
     model.hidden, model.head = hidden, head
     trace = write_trace(model, few, tmp_path / "t", INFO, horizon=2, limit=40)
     label = trace["null_loss"][:, 0]
-    n = trace_module._CHUNK_ROWS
+    n = 128
     assert len(label) >= 4 * n
     same = np.mean(label[:n] == label[n : 2 * n])
     assert same < 0.1, f"every {n} tokens the same labels are drawn again"
@@ -252,7 +252,8 @@ def test_streaming_in_small_pieces_reads_as_one(model, few, made, tmp_path, monk
     """One block at a time and a shard per few dozen rows, against all at once."""
     monkeypatch.setattr(trace_module, "_SHARD_ROWS", 50)
     monkeypatch.setattr(trace_module, "_BATCH_ROWS", 1)
-    monkeypatch.setattr(trace_module, "_CHUNK_ROWS", 7)
+    monkeypatch.setattr(trace_module, "_HEAD_LOGITS", 23 * 258)
+    monkeypatch.setattr(trace_module, "_CACHED_LOGITS", 7 * 258)
     seen = []
     small = write_trace(
         model,

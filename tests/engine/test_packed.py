@@ -1,0 +1,83 @@
+"""Packed weights give the numbers of the weights they are copies of."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from loopwise.engine import Engine, EngineConfig, SamplingParams, packed
+from loopwise.tokenizer import ByteTokenizer
+from tests.conftest import make_model
+from tests.engine.decoding import ARCHITECTURES, build, finish
+
+CPU = torch.device("cpu")
+needs_packing = pytest.mark.skipif(
+    not packed.can_pack(torch.bfloat16, CPU), reason="no bfloat16 matrix products here"
+)
+
+
+@needs_packing
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 5, 64])
+def test_a_packed_layer_equals_the_layer(bias, rows):
+    torch.manual_seed(rows)
+    layer = nn.Linear(48, 80, bias=bias).bfloat16().requires_grad_(False)
+    x = torch.randn(rows, 48).bfloat16()
+    exact = x.double() @ layer.weight.double().T + (layer.bias.double() if bias else 0)
+    found = packed.PackedLinear(layer.weight, layer.bias)(x)
+    assert found.dtype == torch.bfloat16
+    assert torch.allclose(found.double(), exact, rtol=1e-2, atol=1e-3)
+
+
+@needs_packing
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_linear_layer_is_packed_and_no_parameter_copied(name):
+    model = build(name, torch.bfloat16)
+    twin = packed.packed(model)
+    assert not [m for m in twin.modules() if type(m) is nn.Linear]
+    assert {id(p) for p in twin.parameters()} == {id(p) for p in model.parameters()}
+    assert [m for m in model.modules() if type(m) is nn.Linear], "the model itself is as it was"
+    hidden = torch.randn(3, model.geometry.d_model).bfloat16()
+    found, wanted = packed.packed_head(model)(hidden), model.head(hidden)
+    assert torch.allclose(found.float(), wanted.float(), rtol=2e-2, atol=2e-2)
+
+
+def forced_logprobs(model, tokens, **config):
+    engine = Engine(model, ByteTokenizer(), EngineConfig(max_seq=64, slots=4, **config))
+    params = SamplingParams(max_tokens=len(tokens), temperature=0)
+    request = engine.submit("once upon", params, forced=tokens)
+    finish(engine)
+    return engine, torch.tensor(request.generation().completions[0].logprobs)
+
+
+@needs_packing
+@pytest.mark.parametrize("compile", ["off", "on"])
+def test_an_engine_decodes_alike_with_and_without(compile, monkeypatch):
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call, **how: real(call, backend="eager", **how))
+    model = make_model().bfloat16()
+    tokens = list(range(20, 32))
+    engine, found = forced_logprobs(model, tokens, compile=compile)
+    plain, wanted = forced_logprobs(model, tokens, compile=compile, packed="off")
+    assert engine.stats()["weights"] == "packed"
+    assert plain.stats()["weights"] == "as stored"
+    assert (found - wanted).abs().max() < 0.05
+
+
+def test_float32_weights_are_used_as_stored():
+    engine = Engine(make_model(), ByteTokenizer(), EngineConfig(max_seq=64, slots=4))
+    assert engine.stats()["weights"] == "as stored"
+
+
+@needs_packing
+def test_packed_weights_go_with_their_engine():
+    gc.collect()
+    before = len(packed._PACKED)
+    engine = Engine(make_model().bfloat16(), ByteTokenizer(), EngineConfig(max_seq=64))
+    assert len(packed._PACKED) > before
+    del engine
+    gc.collect()
+    assert len(packed._PACKED) == before
