@@ -10,7 +10,7 @@ FLOPs are measured, no seconds. The first form is the package's own ``probe``.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -164,8 +164,10 @@ class Scored:
     steps: int | None = None
 
 
-def scores_of(parts: dict[str, Seen], sizes: list[int], seed: int) -> dict[str, Scored]:
-    """All rules and forms by name, ``form @ tokens`` where fitted."""
+def scores_of(
+    parts: dict[str, Seen], sizes: list[int], seed: int, forms: Iterable[str] = FORMS
+) -> dict[str, Scored]:
+    """All rules and some forms by name, ``form @ tokens`` where fitted."""
     learn, choose, judge = (parts[name] for name in PARTS)
     found = {n: Scored(n, _recorded(judge, n), EXITS[n].products) for n in READING}
     depth, d_model = judge.latents.shape[1] - 1, judge.latents.shape[2]
@@ -174,7 +176,8 @@ def scores_of(parts: dict[str, Seen], sizes: list[int], seed: int) -> dict[str, 
         moves = (learn.samples[name][rows] for name in ("change", "second", "kl_prev"))
         state = {FITTED: fit_latent_kl(*moves, np.arange(1, depth + 1)).to_state()}
         found[f"{FITTED} @ {size}"] = Scored(FITTED, _recorded(judge, FITTED, state), 0)
-    for name, form in FORMS.items():
+    for name in forms:
+        form = FORMS[name]
         inputs, labels = learn.inputs(form.sees), learn.labels(form.predicts)
         held = choose.inputs(form.sees).flatten(0, 1), choose.labels(form.predicts).flatten()
         judged = judge.inputs(form.sees)
