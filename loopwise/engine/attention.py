@@ -24,12 +24,14 @@ class Plan:
     Attributes:
         header: number of singles, tokens they read, groups, rows of the widest group, tokens
             groups read, and whether singles go to the compiled kernel; ``(6,)`` int64 on the CPU.
-        index: int64, flat: the entry each row writes; what singles read, ``(singles, n_kv_heads,
-            tokens)``; rows of the groups, ``(groups, widest)``, counted after the singles; the
-            place of each such row in that table; what groups read, ``(groups, n_kv_heads,
-            tokens)``. What is written counts entries, what is read counts heads of entries.
-        bias: flat, 0 where a token may be read, else -inf: of singles ``(singles, tokens)``, of
-            groups ``(groups, widest, tokens)``; dtype of the scores, float32.
+        index: int64, flat: the entry each row writes; what singles read, for the kernel the entries
+            ``(singles, tokens)`` and then how many of them, ``(singles,)``, else ``(singles,
+            n_kv_heads, tokens)``; rows of the groups, ``(groups, widest)``, counted after the
+            singles; the place of each such row in that table; what groups read, ``(groups,
+            n_kv_heads, tokens)``. But for the kernel, what is read counts heads of entries.
+        bias: flat, 0 where a token may be read, else -inf: but for the kernel of singles
+            ``(singles, tokens)``, of groups ``(groups, widest, tokens)``; dtype of the scores,
+            float32.
         cos, sin: rotary phase of the rows, ``(rows, 1, head_dim)``.
         positions, token_ids: of the rows, ``(rows,)`` int64.
         local: the same call for local layers, where the model has any.
@@ -124,20 +126,22 @@ def _attend_pages(
     n_kv = k.shape[1]
     shared = n_heads // n_kv  # query heads per key head
     singles, seen, groups, widest, seen_by_group, fused = header.tolist()
-    key_pool.index_copy_(0, index[:rows], k)
-    value_pool.index_copy_(0, index[:rows], v)
-    out = torch.empty_like(q)
-    at = rows
-    if singles:
+    written, at, bias_at = index[:rows], rows, 0
+    out = torch.empty((rows, n_heads, head_dim), dtype=q.dtype, device=q.device)
+    if fused and singles:
+        read = index[at : at + singles * seen]
+        lengths = index[at + read.numel() : at + read.numel() + singles]
+        at += read.numel() + singles
+        decode_attention(q, k, v, key_pool, value_pool, written, read, lengths, out)
+    else:
+        key_pool.index_copy_(0, written, k)
+        value_pool.index_copy_(0, written, v)
+    if singles and not fused:
         read = index[at : at + singles * n_kv * seen]
-        at += read.numel()
+        at, bias_at = at + read.numel(), singles * seen
         asked = q[:singles].view(singles, n_kv, shared, head_dim)
-        allowed = bias[: singles * seen]
-        if fused:
-            mixed = decode_attention(asked, key_pool, value_pool, read, allowed)
-        else:
-            allowed = allowed.view(singles, 1, 1, seen)
-            mixed = _mix(asked, key_pool, value_pool, read, allowed, scratch)
+        allowed = bias[:bias_at].view(singles, 1, 1, seen)
+        mixed = _mix(asked, key_pool, value_pool, read, allowed, scratch)
         out[:singles] = mixed.view(singles, n_heads, head_dim)
     if groups:
         cells = groups * widest
@@ -146,7 +150,7 @@ def _attend_pages(
         read = index[at : at + groups * n_kv * seen_by_group]
         asked = q[singles:][members].view(groups, widest, n_kv, shared, head_dim)
         asked = asked.permute(0, 2, 3, 1, 4).reshape(groups, n_kv, shared * widest, head_dim)
-        allowed = bias[singles * seen : singles * seen + cells * seen_by_group]
+        allowed = bias[bias_at : bias_at + cells * seen_by_group]
         allowed = allowed.view(groups, 1, widest, seen_by_group).repeat(1, 1, shared, 1)
         mixed = _mix(asked, key_pool, value_pool, read, allowed, scratch)
         mixed = mixed.view(groups, n_kv, shared, widest, head_dim).permute(0, 3, 1, 2, 4)

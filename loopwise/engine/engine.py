@@ -99,7 +99,9 @@ class Engine:
         self.weights = "packed" if calls.packed else "as stored"
         self.runner = Runner(model, self.cache, self.table, calls, seats=seats)
         self.default_rule = self._rule(config.exit)
-        self.bos_id = tokenizer.bos_id if config.bos_id is None else config.bos_id
+        start = tokenizer.start
+        self.bos_id = start.id if config.bos_id is None else config.bos_id
+        self.begins_prompts = start.added or config.bos_id is not None
         self._check_ids("engine.bos_id", [self.bos_id])
         self._check_ids("engine.end_ids", config.end_ids)
         self.end_ids = frozenset((*tokenizer.end_ids, *config.end_ids))
@@ -281,7 +283,8 @@ class Engine:
 
     def _prompt_ids(self, prompt: str | SequenceOf[int]) -> tuple[int, ...]:
         if isinstance(prompt, str):
-            ids = (self.bos_id, *self.tokenizer.encode(prompt))
+            text = self.tokenizer.encode(prompt)
+            ids = (self.bos_id, *text) if self.begins_prompts or not text else tuple(text)
         elif isinstance(prompt, Iterable):
             ids = tuple(prompt)
             self._check_ids("the prompt", ids)

@@ -37,43 +37,63 @@ def can_fuse(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def decode_attention(
-    q: Tensor, key_pool: Tensor, value_pool: Tensor, read: Tensor, bias: Tensor
-) -> Tensor:
-    """Attention of single rows.
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_pool: Tensor,
+    value_pool: Tensor,
+    written: Tensor,
+    read: Tensor,
+    lengths: Tensor,
+    out: Tensor,
+) -> None:
+    """Write the entries of all rows, then attend for the first of them, the singles.
 
     Args:
-        q: ``(rows, n_kv_heads, shared, head_dim)``, dtype of the pools.
-        key_pool, value_pool: contiguous, of ``head_dim`` per head of an entry.
-        read: ``(rows * n_kv_heads * seen,)`` int64, heads of entries.
-        bias: ``(rows, seen)`` float32, 0 or -inf; what a row may not read comes last.
-    Returns:
-        Like ``q``.
+        q: ``(rows, n_heads, head_dim)``, dtype of the pools, as all that is no index.
+        k, v: ``(rows, n_kv_heads, head_dim)``.
+        key_pool, value_pool: contiguous, ``(entries, n_kv_heads, head_dim)``.
+        written: the entry of each row, ``(rows,)`` int64.
+        read: entries, ``(singles * seen,)`` int64, of which a row reads the first.
+        lengths: how many, ``(singles,)`` int64, at least one.
+        out: like ``q``, contiguous; its first rows are written to.
     Raises:
         MemoryError: no room for the weights of one row.
     """
     library = _library()
     assert library is not None, "ask can_fuse first"
-    rows, n_kv, shared, head_dim = q.shape
-    asked = q.float().contiguous()
-    out = torch.empty_like(asked)
+    rows, n_kv, head_dim = k.shape
+    singles = len(lengths)
+    q, k, v = (_whole_rows(x) for x in (q, k, v))
     failed = library.decode_attention(
-        asked.data_ptr(),
+        q.data_ptr(),
+        q.stride(0),
+        k.data_ptr(),
+        k.stride(0),
+        v.data_ptr(),
+        v.stride(0),
         out.data_ptr(),
         key_pool.data_ptr(),
         value_pool.data_ptr(),
         int(key_pool.dtype == torch.bfloat16),
-        read.data_ptr(),
-        bias.data_ptr(),
+        written.data_ptr(),
         rows,
+        read.data_ptr(),
+        lengths.data_ptr(),
+        singles,
         n_kv,
-        shared,
+        q.shape[1] // n_kv,
         head_dim,
-        read.numel() // (rows * n_kv),
+        read.numel() // singles,
         torch.get_num_threads(),
     )
     if failed:
         raise MemoryError("decode attention found no room for the weights of one row")
-    return out.to(q.dtype)
+
+
+def _whole_rows(x: Tensor) -> Tensor:
+    """``x (rows, heads, head_dim)`` with contiguous rows."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
 @cache
@@ -92,13 +112,13 @@ def _library() -> ctypes.CDLL | None:
         library = ctypes.CDLL(str(built))
     except (OSError, subprocess.SubprocessError):
         return None
-    pointer, long = ctypes.c_void_p, ctypes.c_int64
+    pointer, long, whole = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     library.decode_attention.argtypes = (
-        *[pointer] * 4,
-        ctypes.c_int,
-        *[pointer] * 2,
+        *(pointer, long, pointer, long, pointer, long, pointer),
+        *(pointer, pointer, whole),
+        *(pointer, long, pointer, pointer),
         *[long] * 5,
-        ctypes.c_int,
+        whole,
     )
     library.decode_attention.restype = ctypes.c_int
     return library

@@ -45,6 +45,10 @@ class Batch:
         return cls(seats, len(seats) - sum(sizes), sizes)
 
 
+# So that a bias is never of size 0 or 1, for which compiled code would be made anew.
+_FILLER = np.zeros(2, np.float32)
+
+
 class RowBounds(NamedTuple):
     """An exit rule's numbers, one of each per row; stands in for an :class:`ExitRule`."""
 
@@ -155,9 +159,15 @@ class RowTable:
         if n:
             first = _first(position[:n], window)
             seen = int((position[:n] - first).max()) + 1
-            read, allowed = self._read(stage, slot[:n], r[:n], position[:n], first, seen)
-            index.append((read[:, None] * self._n_kv + self._heads).ravel())
-            bias.append(allowed.ravel())
+            read = self._read(stage, slot[:n], r[:n], first, seen)
+            lengths = position[:n] - first + 1
+            if self._fused:
+                index += [read.ravel(), lengths]
+            else:
+                unseen = self._steps[:seen] >= lengths[:, None]
+                read[unseen] = 0
+                index.append((read[:, None] * self._n_kv + self._heads).ravel())
+                bias.append(_bias(unseen).ravel())
         widest = max(batch.groups, default=0)
         seen_by_group = 0
         if batch.groups:
@@ -165,6 +175,7 @@ class RowTable:
             seen_by_group = allowed.shape[-1]
             index += parts
             bias.append(allowed.ravel())
+        bias.append(_FILLER)
         header = np.array([n, seen, len(batch.groups), widest, seen_by_group, self._fused])
         at = torch.from_numpy(position)
         cos, sin = self._phase if window is None else self._local_phase
@@ -179,23 +190,18 @@ class RowTable:
             local=local,
         )
 
-    def _read(
-        self, stage: Stage, slot: Ints, r: Ints, position: Ints, first: Ints, seen: int
-    ) -> tuple[Ints, NDArray[np.float32]]:
-        """Entries ``(rows, seen)`` read from ``first`` to each row's position, and the bias."""
+    def _read(self, stage: Stage, slot: Ints, r: Ints, first: Ints, seen: int) -> Ints:
+        """Entries of ``seen`` tokens from ``first`` on, ``(rows, seen)``; some may not be there."""
         which: tuple[Ints, slice | Ints] = slot, slice(seen)
-        at = self._steps[:seen]
         if first.any():
-            at = first[:, None] + at
+            at = first[:, None] + self._steps[:seen]
             which = slot[:, None], np.minimum(at, len(self._steps) - 1)
         read = self._address[stage.entries][which]
         if stage.read is not None:
             last = self._last[self._address[1][which]]
             last += (r * (self._cache.shape.max_depth + 1))[:, None]
             read += stage.read[last]
-        unseen = at > position[:, None]
-        read[unseen] = 0
-        return read, np.where(unseen, np.float32(-np.inf), np.float32(0.0))
+        return read
 
     def _groups(
         self,
@@ -217,14 +223,15 @@ class RowTable:
         # From what the earliest token of a group sees to the latest token.
         first = _first(position[starts + batch.singles], window)
         seen = int((position[lasts] - first).max()) + 1
-        read, _ = self._read(stage, slot[lasts], r[lasts], position[lasts], first, seen)
+        read = self._read(stage, slot[lasts], r[lasts], first, seen)
+        read[first[:, None] + self._steps[:seen] > position[lasts][:, None]] = 0
         read = (read[:, None] * self._n_kv + self._heads).ravel()
         own = position[batch.singles :][members][..., None]
         at = first[:, None, None] + self._steps[:seen]
         unseen = at > own
         if window is not None:
             unseen |= at <= own - window
-        bias = np.where(unseen, np.float32(-np.inf), np.float32(0.0))
+        bias = _bias(unseen)
         assert bias.shape == (n, widest, seen), "one bias row per member"
         return [members.ravel(), places, read], bias
 
@@ -232,6 +239,10 @@ class RowTable:
 def _first(position: Ints, window: int | None) -> Ints:
     """The earliest token that rows at ``position`` see."""
     return np.zeros_like(position) if window is None else np.maximum(position - window + 1, 0)
+
+
+def _bias(unseen: NDArray[np.bool_]) -> NDArray[np.float32]:
+    return np.where(unseen, np.float32(-np.inf), np.float32(0.0))
 
 
 def cache_dtype(cache: KVCache) -> torch.dtype:

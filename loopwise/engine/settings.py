@@ -34,7 +34,8 @@ class EngineConfig:
             ``lockstep`` lets all wait for the deepest token of each step, and ``static`` in
             addition starts no request before all of a batch are finished.
         max_wait: ticks a request may be overtaken by smaller ones.
-        bos_id: what a prompt given as text begins with; None: the tokenizer's.
+        bos_id: what every prompt given as text begins with; None: what the tokenizer says
+            (`Tokenizer.start`), which may be nothing.
         end_ids: ids that end a text, beside the tokenizer's own.
         compile: compile the model's functions, once for any number of rows.
         kernels: ``auto`` builds the decode attention with the machine's C compiler, where there is

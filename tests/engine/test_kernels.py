@@ -21,34 +21,78 @@ needs_compiler = pytest.mark.skipif(
 @pytest.mark.parametrize("head_dim", [8, 32, 64, 80, 128])
 @pytest.mark.parametrize("shared", [1, 3])
 def test_it_equals_gathered_products(dtype, head_dim, shared):
+    """Five singles and two rows that only write; keys and values lie in one tensor, as a split."""
     torch.manual_seed(head_dim)
-    rows, n_kv, seen, entries = 5, 2, 37, 200
-    keys, values = (torch.randn(entries * n_kv, head_dim).to(dtype) for _ in range(2))
-    q = (3 * torch.randn(rows, n_kv, shared, head_dim)).to(dtype)
-    read = torch.randint(1, entries * n_kv, (rows, n_kv, seen))
+    singles, rows, n_kv, seen, entries = 5, 7, 2, 37, 200
+    keys, values = (torch.randn(entries, n_kv, head_dim).to(dtype) for _ in range(2))
+    q = (3 * torch.randn(rows, n_kv * shared, head_dim)).to(dtype)
+    k, v = torch.randn(rows, 2 * n_kv, head_dim).to(dtype).split(n_kv, dim=1)
+    read = torch.randint(1, entries - rows, (singles, seen))
     lengths = torch.tensor([1, 2, 20, 36, 37])
+    written = torch.arange(entries - rows, entries)
+    read[torch.arange(singles), lengths - 1] = written[:singles]  # a row sees its own entry
     unseen = torch.arange(seen) >= lengths[:, None]
-    read[unseen[:, None].expand_as(read)] = 0
-    bias = torch.zeros(rows, seen).masked_fill(unseen, -torch.inf)
+    read[unseen] = 0
     keys[0] = values[0] = torch.nan  # what may not be read is not looked at
-    found = kernels.decode_attention(q, keys, values, read.flatten(), bias.flatten())
-    assert found.dtype == dtype
+    out = torch.full((rows, n_kv * shared, head_dim), 7.0, dtype=dtype)
+    kernels.decode_attention(q, k, v, keys, values, written, read.flatten(), lengths, out)
+    assert torch.equal(keys[written], k) and torch.equal(values[written], v)
+    assert (out[singles:] == 7.0).all(), "rows of groups are somebody else's"
     keys[0] = values[0] = 0
-    scratch = torch.empty(2, read.numel() * head_dim, dtype=torch.float64)
-    allowed = bias.view(rows, 1, 1, seen).double()
-    pools = keys.double(), values.double()
-    wanted = _mix(q.double(), *pools, read.flatten(), allowed, scratch)
+    heads = (read[:, None] * n_kv + torch.arange(n_kv)[:, None]).flatten()
+    scratch = torch.empty(2, heads.numel() * head_dim, dtype=torch.float64)
+    allowed = torch.zeros(singles, 1, 1, seen, dtype=torch.float64)
+    allowed.masked_fill_(unseen.view(singles, 1, 1, seen), -torch.inf)
+    asked = q[:singles].double().view(singles, n_kv, shared, head_dim)
+    wanted = _mix(asked, keys.double(), values.double(), heads, allowed, scratch)
     # bfloat16 rounds once, on the way out: 8 bits.
-    assert (found.double() - wanted).abs().max() < (2e-6 if dtype == torch.float32 else 2e-2)
+    gap = out[:singles].double() - wanted.view(singles, -1, head_dim)
+    assert gap.abs().max() < (2e-6 if dtype == torch.float32 else 2e-2)
+
+
+def attend_by_hand(q, keys, values, dtype=torch.float32):
+    """One row that reads all of a pool, the last entry its own."""
+    keys, values = keys.to(dtype).unsqueeze(1), values.to(dtype).unsqueeze(1)
+    n = len(keys)
+    out = torch.empty(1, 1, q.shape[-1], dtype=dtype)
+    kernels.decode_attention(
+        q.to(dtype),
+        keys[-1:].clone(),
+        values[-1:].clone(),
+        keys,
+        values,
+        torch.tensor([n - 1]),
+        torch.arange(n),
+        torch.tensor([n]),
+        out,
+    )
+    return out.flatten()
 
 
 @needs_compiler
 def test_extreme_scores_stay_numbers():
-    q = torch.full((1, 1, 1, 8), 1e3)
-    keys = torch.tensor([[0.0] * 8, [1e3] * 8, [-1e3] * 8, [1e3] * 8])
-    values = torch.arange(32.0).view(4, 8)
-    found = kernels.decode_attention(q, keys, values, torch.tensor([1, 2, 3]), torch.zeros(3))
-    assert torch.allclose(found.flatten(), (values[1] + values[3]) / 2)
+    q = torch.full((1, 1, 8), 1e3)
+    keys = torch.tensor([[1e3] * 8, [-1e3] * 8, [1e3] * 8])
+    values = torch.arange(24.0).view(3, 8)
+    assert torch.allclose(attend_by_hand(q, keys, values), (values[0] + values[2]) / 2)
+
+
+@needs_compiler
+def test_what_leaves_in_bfloat16_is_rounded_as_torch_rounds():
+    """Half-way cases to even, and what is no number."""
+    values = torch.tensor(
+        [
+            [1.0, 1.0078125, -1.0, 3.3e38, 1e-30, 0.0, 2.0, 5.0],
+            [1.0078125, 1.015625, -1.0078125, 3.3e38, 1e-30, 0.0, 1.0, 0.0],
+        ]
+    )
+    found = attend_by_hand(torch.zeros(1, 1, 8), torch.zeros(2, 8), values, torch.bfloat16)
+    exact = values.bfloat16().double().mean(0).float()  # the weights are equal; three lie half-way
+    assert torch.equal(found, exact.bfloat16())
+    assert found[:3].tolist() == [1.0, 1.015625, -1.0]
+    values[0, 0] = torch.nan
+    found = attend_by_hand(torch.zeros(1, 1, 8), torch.zeros(2, 8), values, torch.bfloat16)
+    assert found[0].isnan() and not found[1:4].isnan().any()
 
 
 @needs_compiler
