@@ -85,6 +85,8 @@ class MeasureConfig:
     epsilon: float = 1e-3  # nats, KL to the previous recurrence below which a token has settled
     batch: int = 8  # sequences
     dtype: Literal["fp32", "bf16"] = "fp32"
+    # Checkpoint of another model, measured on the same text in bits per byte, its own depth.
+    reference: str | None = None
 
     def __post_init__(self) -> None:
         check_choices(self)

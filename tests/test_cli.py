@@ -18,10 +18,12 @@ from typer.testing import CliRunner
 
 from loopwise.cli import app
 from loopwise.cli.running import command
+from loopwise.data import generate
 from loopwise.measure.trace import Trace
-from loopwise.models.checkpoint import load_checkpoint
+from loopwise.models.checkpoint import load_checkpoint, save_checkpoint
+from loopwise.models.fixed import FixedConfig, FixedModel
 from loopwise.study import commands
-from loopwise.tokenizer import ByteTokenizer
+from loopwise.tokenizer import BPETokenizer, ByteTokenizer
 from tests.conftest import full_disk
 
 TINY_RUN = [
@@ -264,6 +266,88 @@ def test_measuring_again_what_the_run_held_out(finished, tmp_path):
     assert len(made["traces"]) == 2
     first, again = Trace(folder / "traces" / "stories-16"), Trace(tmp_path / "t" / "stories-16")
     assert np.array_equal(first["loss"], again["loss"])
+
+
+# A reference.
+
+
+@pytest.fixture
+def reference(tmp_path) -> Path:
+    """Another model, with another tokenizer."""
+    tokenizer = BPETokenizer.train([d.text for d in generate("stories", 0, 0, 4)], 300)
+    config = FixedConfig(
+        vocab_size=tokenizer.vocab_size, d_model=16, n_heads=2, n_kv_heads=2, d_ff=24, n_layers=1
+    )
+    save_checkpoint(tmp_path / "other", FixedModel(config), tokenizer, {})
+    return tmp_path / "other"
+
+
+def test_a_finished_run_gets_a_reference_and_a_report_with_it(a_run, reference, monkeypatch):
+    traces = files(a_run / "traces")
+    before = strict_json((a_run / "results.json").read_text())
+    monkeypatch.chdir(reference.parent)
+    command = ["measure", a_run, *sets("measure.reference=other"), "--json"]
+    result = run(*command)
+    made = answer(result)
+    assert [found["name"] for found in made["references"]] == ["other", "other"]
+    assert "stories-16: other, 1 recurrence: " in result.stdout
+    now = files(a_run / "traces")
+    assert {k: v for k, v in now.items() if not k.endswith("reference.json")} == traces
+    after = strict_json((a_run / "results.json").read_text())
+    for c, was, found in zip(
+        after["convergence"], before["convergence"], made["references"], strict=True
+    ):
+        assert c == {**was, "reference": found}
+        header = Trace(a_run / "traces" / c["corpus"]).header
+        assert 0 <= header["n_bytes"] - found["bytes"] < 4
+        assert found["best_bits_per_byte"]["mean"] == pytest.approx(min(c["bits_per_byte"]))
+    answer(run("report", a_run, "--json"))
+    assert "other (" in (a_run / "report.html").read_text()
+    stored = {k: v.stat().st_mtime_ns for k in now for v in [a_run / "traces" / k]}
+    answer(run(*command))
+    again = {k: v.stat().st_mtime_ns for k in now for v in [a_run / "traces" / k]}
+    assert again == stored, "the same reference is not measured twice"
+    refused(run("measure", a_run), "holds a finished trace")
+
+
+def test_a_study_with_a_reference(tmp_path, reference, monkeypatch, no_plots):
+    """Its settings hold a path that is found from anywhere, and resuming takes either."""
+    monkeypatch.chdir(tmp_path)
+    command = ["study", "--data", "builtin:stories:16", "--out", "run", "--json"]
+    command += sets(*TINY_RUN, *TINY_MEASURE, "measure.reference=other")
+    answer(run(*command))
+    results = strict_json(Path("run/results.json").read_text())
+    assert results["settings"]["measure"]["reference"] == str(reference)
+    assert results["convergence"][0]["reference"]["checkpoint"] == str(reference)
+    answer(run(*command, "--resume"))
+    assert strict_json(Path("run/results.json").read_text()) == results
+
+
+@pytest.mark.parametrize("command", ["study", "train", "measure"])
+def test_a_reference_that_is_none_is_refused_before_long_work(finished, tmp_path, command):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "notes.txt").write_text("no model")
+    out = tmp_path / "out"
+    arguments = [finished[0]] if command == "measure" else sets(*TINY_RUN)
+    arguments += ["--data", "builtin:stories:16", "--out", out]
+    for path, said in ((tmp_path / "folder", "notes.txt"), (tmp_path / "none", "no checkpoint")):
+        result = run(command, *arguments, *sets(f"measure.reference={path}"))
+        refused(result, "measure.reference", str(path), said)
+        assert not out.exists()
+
+
+@pytest.mark.parametrize("command", ["study", "measure"])
+def test_a_reference_that_is_broken_is_refused_before_long_work(
+    finished, tmp_path, reference, command
+):
+    weights = reference / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-9])
+    out = tmp_path / "out"
+    arguments = [finished[0]] if command == "measure" else sets(*TINY_RUN)
+    arguments += ["--data", "builtin:stories:16", "--out", out]
+    result = run(command, *arguments, *sets(f"measure.reference={reference}"))
+    refused(result, "measure.reference", "truncated")
+    assert not out.exists()
 
 
 def test_frontiers_of_finished_traces(finished):

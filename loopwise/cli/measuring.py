@@ -32,13 +32,24 @@ def measure(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Trace every token of --data at every recurrence; fits exit rules on its first part."""
+    """Trace every token of --data at every recurrence; fits exit rules on its first part.
+
+    --set measure.reference=CHECKPOINT measures another model on the same text.
+    """
     with command(as_json, debug, _measured_kept(checkpoint, out)) as (display, answer):
+        from loopwise.measure.reference import read_reference
+        from loopwise.report.words import reference_line
         from loopwise.study import measure_command
 
         settings = settings_table(None, config, set_, data, None, None)
         traces = measure_command(checkpoint, data, settings, out, display)
-        answer({"traces": [str(t.folder) for t in traces], "tokens": [t.n_tokens for t in traces]})
+        display.stop()
+        references = [read_reference(t) for t in traces]
+        for trace, found in zip(traces, references, strict=True):
+            if found is not None:
+                print(f"{trace.header['corpus']}: {reference_line(found)}")
+        out_paths, tokens = [str(t.folder) for t in traces], [t.n_tokens for t in traces]
+        answer({"traces": out_paths, "tokens": tokens, "references": references})
 
 
 @app.command()

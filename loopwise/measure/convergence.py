@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopwise.measure.statistics import block_sums, mean_with_interval
+from loopwise.measure.statistics import BlockSums, block_sums, mean_with_interval
 from loopwise.measure.token_types import TOKEN_TYPES, classify_targets
 from loopwise.measure.trace import Trace
 from loopwise.tokenizer import Tokenizer
@@ -46,6 +46,19 @@ def loss_by_recurrence(loss: NDArray, block: NDArray) -> dict[str, list[float]]:
     sums = block_sums(loss, block)
     low, high = sums.interval()
     return {"mean": sums.mean.tolist(), "low": low.tolist(), "high": high.tolist()}
+
+
+def byte_sums(trace: Trace, tokenizer: Tokenizer) -> BlockSums:
+    """Loss in nats and bytes of each block, over the targets that are text.
+
+    Whether a document ends is no part of its bytes: such targets are left out.
+    """
+    size = tokenizer.byte_lengths()[trace["target"]]
+    block, text = trace["block"], size > 0
+    blocks = int(block.max(initial=-1)) + 1
+    sums = np.zeros((blocks, trace.horizon))
+    np.add.at(sums, block[text], trace["loss"][text].astype(np.float64))
+    return BlockSums(sums=sums, counts=np.bincount(block, size, blocks).astype(np.int64))
 
 
 def is_monotone(means: list[float], tolerance: float = 1e-3) -> bool:
@@ -181,8 +194,7 @@ def summarise(trace: Trace, tokenizer: Tokenizer, epsilon: float) -> dict[str, A
     depth = settled_depth(kl, epsilon)
     mean_depth = trace.header["trained_mean_depth"]
     at_mean = min(round(mean_depth), trace.horizon) if mean_depth else trace.horizon
-    n_bytes = trace.header["n_bytes"]
-    to_bpb = trace.n_tokens / n_bytes / math.log(2) if n_bytes else math.nan
+    in_bytes = byte_sums(trace, tokenizer)
     losses = loss_by_recurrence(loss, block)
     return {
         "corpus": trace.header["corpus"],
@@ -195,7 +207,7 @@ def summarise(trace: Trace, tokenizer: Tokenizer, epsilon: float) -> dict[str, A
         "monotone_to_training_mean": is_monotone(losses["mean"][:at_mean]),
         "monotone_to_horizon": is_monotone(losses["mean"]),
         "rise_after_best_nats": losses["mean"][-1] - min(losses["mean"]),
-        "bits_per_byte": [x * to_bpb for x in losses["mean"]],
+        "bits_per_byte": (in_bytes.mean / math.log(2)).tolist(),
         "curves": _curves(trace),
         "argmax_agreement": (argmax == argmax[:, -1:]).mean(axis=0).tolist(),
         "saturation": saturation_depth(loss, block),

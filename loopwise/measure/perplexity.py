@@ -69,7 +69,7 @@ def perplexity(
         raise DataError(f"the text has fewer than {block + 1} tokens; use a smaller block")
     sums = dict.fromkeys(sorted(set(depths)), 0.0)
     n_targets, done = 0, 0
-    for batch in _batches(windows, block):
+    for batch in window_batches(windows, max(1, _BATCH_TOKENS // block)):
         n_targets += batch.n_targets
         for r, loss in _losses(model, batch, frozenset(sums)):
             sums[r] += loss
@@ -142,8 +142,8 @@ def _document_windows(
             yield from _stream_windows(ids, block, block, drop_tail=False)
 
 
-def _batches(windows: list[Window], block: int) -> Iterator[TokenBatch]:
-    size = max(1, _BATCH_TOKENS // block)
+def window_batches(windows: list[Window], size: int) -> Iterator[TokenBatch]:
+    """Windows side by side, ``size`` at a time, padded to the longest of them."""
     for first in range(0, len(windows), size):
         chosen = windows[first : first + size]
         width = max(len(ids) for ids, _ in chosen) - 1

@@ -33,6 +33,13 @@ def loss(results: facts.Results, steps: list[Event], evals: list[Event], draw: D
             f"{cs[0]['saturation']['within_nats']:g} nats of the best."
         )
         made.append(draw("loss-by-depth", plots.loss_by_depth(cs), caption))
+    referred = [c for c in cs if facts.reference_of(c)]
+    if referred:
+        caption = (
+            "Bits per byte at every uniform depth, and of the reference at its own (dashed) on "
+            f"the very same text, cut at the same places ({_tokens(referred)})."
+        )
+        made.append(draw("bits-by-depth", plots.bits_by_depth(referred), caption))
     if steps or evals:
         caption = (
             "Training loss of each step at the depth drawn for it, with a moving mean, and "
@@ -48,7 +55,7 @@ def loss(results: facts.Results, steps: list[Event], evals: list[Event], draw: D
         rows.append([c["corpus"], *cells, words.number(bits[at - 1], 3)])
     head = ["corpus", *(f"r={d}" for d in shown), "bits per byte at saturation"]
     numbers = table(head, rows, note="Loss in nats per token, 95% interval beneath the mean.")
-    return section("Loss by depth", "loss", figures(made), numbers)
+    return section("Loss by depth", "loss", figures(made), numbers, _beside_reference(referred))
 
 
 def convergence(looped: list[Convergence], draw: Draw) -> Html:
@@ -230,6 +237,39 @@ def loss_optimal(looped: list[Convergence]) -> Html:
         "own last distribution, so that what remains is chance."
     )
     return section("Loss-optimal depth", "loss-optimal", paragraph(lead), table(head, rows))
+
+
+def _beside_reference(cs: list[Convergence]) -> Html:
+    """Both models in the unit they share; nothing where no reference was measured."""
+    if not cs:
+        return Html("")
+    rows = []
+    for c in cs:
+        found = c["reference"]
+        theirs = f"{found['name']} ({words.count(found['parameters'])} parameters)"
+        rows += [
+            [c["corpus"], theirs, str(found["depth"]), _spread(found["bits_per_byte"])],
+            [
+                c["corpus"],
+                "this model, best depth",
+                str(found["best_depth"]),
+                _spread(found["best_bits_per_byte"]),
+            ],
+            [c["corpus"], "difference", "", _spread(found["above_bits_per_byte"], sign=True)],
+        ]
+    start = cs[0]["reference"]["start_token"]
+    note = (
+        "A reference of another tokenizer, on the same bytes cut at the same places; what begins a "
+        f"document begins with its own start token ({start}), and ends of documents count on "
+        "neither side. 95% intervals by blocks, of the difference paired."
+    )
+    head = ["corpus", "model", "recurrences", "bits per byte (95%)"]
+    return table(head, rows, text_columns=2, note=note)
+
+
+def _spread(found: dict[str, float], *, sign: bool = False) -> str:
+    mean = words.signed(found["mean"], 3) if sign else words.number(found["mean"], 3)
+    return f"{mean} ({words.interval(found['low'], found['high'], 3)})"
 
 
 def _against_null(over: dict[str, float]) -> str:

@@ -178,6 +178,11 @@ def live_tokens(frontier: dict[str, Any]) -> int | None:
     return None
 
 
+def reference_of(convergence: dict[str, Any]) -> dict[str, Any] | None:
+    """The reference that was measured on the same text; results of before had none."""
+    return convergence.get("reference")
+
+
 def falls_until(losses: list[float], tolerance: float = 0.0) -> int:
     """Depth up to which each recurrence lowers the mean loss."""
     for i in range(1, len(losses)):

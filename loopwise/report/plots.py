@@ -92,6 +92,35 @@ def loss_by_depth(convergences: list[Convergence]) -> Figure:
     return fig
 
 
+def bits_by_depth(convergences: list[Convergence]) -> Figure:
+    """Bits per byte at every uniform depth, and each corpus's reference as a dashed line."""
+    room = 2 * len(convergences) * 0.17
+    fig, ax = panel(
+        "Bits per byte by depth",
+        _DEPTH,
+        "bits per byte of text",
+        height=3.1 + room,
+        bottom=0.5 + room,
+    )
+    for i, c in enumerate(convergences):
+        bits, colour, reference = c["bits_per_byte"], corpus_colour(i), c["reference"]
+        best, level = reference["best_bits_per_byte"]["mean"], reference["bits_per_byte"]["mean"]
+        name = words.shortened(c["corpus"], _LONGEST_NAME)
+        text = f"{name}: best {words.number(best, 3)} at r={reference['best_depth']}"
+        line: dict[str, Any] = {"linewidth": 1.6, "marker": "."}
+        ax.plot(np.arange(1, len(bits) + 1), bits, color=colour, label=text, **line)
+        own = words.recurrences(reference["depth"])
+        text = f"{words.shortened(reference['name'], _LONGEST_NAME)}, {own}: "
+        dashed: dict[str, Any] = {"linewidth": 1.3, "linestyle": _DASHES[1]}
+        ax.axhline(level, color=colour, label=text + words.number(level, 3), **dashed)
+    _log_depth(ax, max(len(c["bits_per_byte"]) for c in convergences))
+    low, high = ax.get_ylim()
+    ax.set_ylim(low - 0.05 * (high - low), high)
+    _mark_mean(ax, convergences[0], at=0.93)
+    legend_below(ax, ax.get_legend_handles_labels()[0], 1)
+    return fig
+
+
 def kl_by_recurrence(c: Convergence) -> Figure:
     """KL to the previous and to the last recurrence: mean, median and the middle 80%."""
     fig, ax = panel(f"Output change · {c['corpus']}", _DEPTH, "KL (nats)", right=0.95)

@@ -23,6 +23,9 @@ def summary_table(results: facts.Results) -> RenderableType:
     parts: list[RenderableType] = [_model_line(results)]
     for convergence in results["convergence"]:
         parts += [Text(), _convergence_table(convergence)]
+        reference = facts.reference_of(convergence)
+        if reference is not None:
+            parts += [Text(words.reference_line(reference)), Text()]
         frontier = facts.frontier_of(results, convergence["corpus"])
         if frontier is not None and frontier["budgets"]:
             parts += [_policy_table(frontier)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 DASH, MINUS, TIMES = "\u2013", "\u2212", "\u00d7"
 
@@ -74,3 +75,18 @@ def depth(value: float | None) -> str:
     """A depth: whole ones without decimals."""
     whole = value is not None and abs(value - round(value)) < 1e-6
     return number(value, 0 if whole else 2)
+
+
+def recurrences(count: int) -> str:
+    return f"{count} recurrence{'' if count == 1 else 's'}"
+
+
+def reference_line(reference: dict[str, Any]) -> str:
+    """A reference beside the model, in bits per byte."""
+    theirs, best = reference["bits_per_byte"]["mean"], reference["best_bits_per_byte"]["mean"]
+    above = reference["above_bits_per_byte"]
+    return (
+        f"{reference['name']}, {recurrences(reference['depth'])}: {number(theirs, 3)} bits per "
+        f"byte; this model at its best depth, {reference['best_depth']}: {number(best, 3)}, "
+        f"{signed(above['mean'], 3)} ({interval(above['low'], above['high'], 3)})"
+    )

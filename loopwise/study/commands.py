@@ -30,7 +30,8 @@ from loopwise.settings import (
 from loopwise.study.allocating import frontier_stage
 from loopwise.study.folders import require_free
 from loopwise.study.measuring import fit_stage, measure_stage, plan_corpora
-from loopwise.study.results import collect_results, write_results
+from loopwise.study.reference import open_reference, reference_stage, with_whole_path
+from loopwise.study.results import add_references, collect_results, write_results
 from loopwise.study.texts import read_corpora, read_texts
 from loopwise.study.training import (
     Prepared,
@@ -56,6 +57,7 @@ def run_study(asked: Asked, folder: Path, emit: Emit, resume: bool = False) -> E
     Returns:
         The paths of what was made, and the results.
     """
+    asked = with_whole_path(asked)
     prepared = _begin(asked, folder, emit, resume, to_measure=True)
     config = prepared.config
     train_stage(prepared, folder, emit, resume)
@@ -69,6 +71,7 @@ def run_study(asked: Asked, folder: Path, emit: Emit, resume: bool = False) -> E
     else:  # traces of an earlier version: rules that came since are fitted on what others were
         checkpoint = fit_stage(checkpoint, prepared.corpora, config.measure, emit)
     frontiers = [frontier_stage(t, checkpoint, config.measure, emit) for t in traces]
+    _refer(checkpoint, traces, config.measure, emit)
     results = collect_results(checkpoint, traces, frontiers, config)
     write_results(folder, results)
     report = write_report(folder)
@@ -84,6 +87,7 @@ def train_command(
     asked: Asked, folder: Path, emit: Emit, resume: bool = False, start: Path | None = None
 ) -> Event:
     """``loopwise train``; ``start`` is a checkpoint to go on from."""
+    asked = with_whole_path(asked)
     if start is not None:
         asked = settings_from(asked, start)
     prepared = _begin(asked, folder, emit, resume, to_measure=False)
@@ -93,9 +97,15 @@ def train_command(
 def measure_command(
     path: Path, sources: list[str] | None, asked: Asked, out: Path | None, emit: Emit
 ) -> list[Trace]:
-    """``loopwise measure``: the given text, or what the run of the checkpoint held out."""
+    """``loopwise measure``: the given text, or what the run of the checkpoint held out.
+
+    Where the run's traces are finished and a reference is asked for, it alone is measured, and
+    added to the run's results.
+    """
+    asked = with_whole_path(asked)
     config, run = _settings_at(path, asked)
     checkpoint = _load(path, config.measure)
+    open_reference(config.measure)  # refused before long work begins
     inside_run = checkpoint.path.parent.name == "checkpoints"
     if out is None and not inside_run:
         raise ConfigError(f"{str(path)!r} is not part of a run; say where traces go with --out")
@@ -106,12 +116,20 @@ def measure_command(
         corpora = read_texts(run.data, run.seed).held_out
     else:
         raise ConfigError(f"{str(path)!r} is not a run folder; say what to measure on with --data")
+    asked_for = asked.get("measure", {}).get("reference") is not None
+    finished = _finished_traces(folder, checkpoint) if asked_for and not sources else None
+    if finished is not None:
+        _refer(checkpoint, finished, config.measure, emit)
+        add_references(folder.parent, finished)
+        return finished
     for name in corpora:
         if (folder / name / "trace.json").exists():
             raise RunFolderError(
                 f"{str(folder / name)!r} holds a finished trace; choose another folder with --out"
             )
-    return measure_stage(checkpoint, corpora, config.measure, folder, emit)
+    traces = measure_stage(checkpoint, corpora, config.measure, folder, emit)
+    _refer(checkpoint, traces, config.measure, emit)
+    return traces
 
 
 def frontier_command(
@@ -197,6 +215,8 @@ def _begin(asked: Asked, folder: Path, emit: Emit, resume: bool, *, to_measure: 
         config, tokenizer_folder = build_config(asked), None
         require_free(folder, "go on with --resume or choose another name with --out")
         check_memory(config)
+    if to_measure:
+        open_reference(config.measure)
     prepared = prepare(config, tokenizer_folder)
     if to_measure:
         depth_limit = config.model_config(config.tokenizer.vocab_size).geometry.max_depth
@@ -261,6 +281,13 @@ def _settings_at(path: Path, asked: Asked) -> tuple[RunConfig, RunConfig | None]
         if table is not None:
             return build_config(asked, base=table), from_table(RunConfig, table)
     return build_config(asked), None
+
+
+def _refer(checkpoint: Checkpoint, traces: list[Trace], config: MeasureConfig, emit: Emit) -> None:
+    """Measure the reference where there is one; it is in memory only meanwhile."""
+    reference = open_reference(config)
+    if reference is not None:
+        reference_stage(reference, checkpoint.tokenizer, traces, emit)
 
 
 def _load(path: Path, config: MeasureConfig) -> Checkpoint:

@@ -8,9 +8,11 @@ from typing import Any
 
 import loopwise
 from loopwise.measure.convergence import settled_depth, summarise
+from loopwise.measure.reference import read_reference
 from loopwise.measure.trace import Trace
 from loopwise.models.checkpoint import Checkpoint
 from loopwise.models.costs import flops_per_token, parameters
+from loopwise.report.facts import read_results
 from loopwise.settings import RunConfig, resolved_table
 from loopwise.tokenizer import Tokenizer
 from loopwise.train.metrics import finite
@@ -60,6 +62,24 @@ def write_results(folder: Path, results: dict[str, Any]) -> Path:
     return path
 
 
+def add_references(folder: Path, traces: list[Trace]) -> None:
+    """What was stored beside traces of a run into its results, if it has any.
+
+    Raises:
+        RunFolderError: they are damaged.
+        WriteError: the disk refuses.
+    """
+    if not (folder / "results.json").is_file():
+        return
+    results = read_results(folder)
+    measured = {t.header["corpus"]: (t.n_tokens, read_reference(t)) for t in traces}
+    for c in results["convergence"]:
+        tokens, found = measured.get(c["corpus"], (None, None))
+        if tokens == c["tokens"]:
+            c["reference"] = found
+    write_results(folder, results)
+
+
 def passage(trace: Trace, tokenizer: Tokenizer, epsilon: float) -> list[dict[str, Any]]:
     """The start of the trace's text with each token's settled depth, for people to read."""
     depth = settled_depth(trace["kl_prev"][:PASSAGE_TOKENS], epsilon)
@@ -74,4 +94,5 @@ def _convergence(trace: Trace, checkpoint: Checkpoint, epsilon: float) -> dict[s
     return {
         **summarise(trace, checkpoint.tokenizer, epsilon),
         "passage": passage(trace, checkpoint.tokenizer, epsilon),
+        "reference": read_reference(trace),
     }

@@ -29,7 +29,7 @@ from loopwise.measure.convergence import (
     summarise,
 )
 from loopwise.measure.trace import _latent_columns
-from loopwise.tokenizer import ByteTokenizer
+from loopwise.tokenizer import BPETokenizer, ByteTokenizer
 from loopwise.train.metrics import finite
 
 
@@ -43,7 +43,6 @@ class HandMadeTrace:
             "corpus": "made",
             "trained_mean_depth": 4.0,
             "trained_depths": [1, 8],
-            "n_bytes": self.n_tokens,
         }
         self.header = {**usual, **(header or {})}
 
@@ -361,8 +360,10 @@ def test_a_uniform_model_over_bytes_takes_8_bits_per_byte():
 
 def test_bits_per_byte_counts_bytes_not_tokens():
     """Tokens of two bytes each at ln 256 nats are 4 bits per byte."""
-    trace = hand_made(header={"n_bytes": 512})
-    found = summarise(trace, ByteTokenizer(), epsilon=1e-3)
+    tokenizer = BPETokenizer.train(["ab" * 9], 300)
+    (pair,) = tokenizer.encode("ab")
+    trace = hand_made(target=np.full(256, pair, dtype=np.int32))
+    found = summarise(trace, tokenizer, epsilon=1e-3)
     assert found["bits_per_byte"] == pytest.approx([4.0] * 6, rel=1e-6)
 
 
@@ -387,7 +388,7 @@ def test_summary_of_a_hand_made_trace():
 
 
 def test_summary_at_horizon_one_and_without_a_training_mean():
-    trace = hand_made(horizon=1, header={"trained_mean_depth": None, "n_bytes": 0})
+    trace = hand_made(horizon=1, header={"trained_mean_depth": None})
     found = summarise(trace, ByteTokenizer(), epsilon=1e-3)
     assert found["saturation"]["depth"] == 1
     assert found["argmax_agreement"] == [1.0]

@@ -361,6 +361,42 @@ def test_corpora_whole_nats_apart_share_a_drawing_and_no_name_is_cut() -> None:
     assert any("-test: best" in text.get_text() for text in said), "the end of a name is kept"
 
 
+def a_reference(corpus: dict[str, Any]) -> dict[str, Any]:
+    best = min(corpus["bits_per_byte"])
+    return {
+        "name": "a-ceiling-<b>135M</b>",
+        "depth": 1,
+        "parameters": 134_515_008,
+        "start_token": "<|start|>",
+        "bits_per_byte": {"mean": 0.6543, "low": 0.641, "high": 0.668},
+        "best_depth": HORIZON,
+        "best_bits_per_byte": {"mean": best, "low": best - 0.1, "high": best + 0.1},
+        "above_bits_per_byte": {"mean": best - 0.6543, "low": 0.912, "high": 0.999},
+    }
+
+
+def test_a_reference_stands_beside_the_model_in_the_unit_they_share(tmp_path: Path) -> None:
+    results = make_results(*CORPORA)
+    assert "reference" not in results["convergence"][0], "results of an earlier version"
+    for c in results["convergence"]:
+        c["reference"] = a_reference(c)
+    page = write_run(tmp_path, results).read_text()
+    assert (tmp_path / "plots" / "bits-by-depth.png").is_file()
+    section = re.search(r'<section id="loss">.*?</section>', page, re.DOTALL)
+    assert section is not None and "<b>135M</b>" not in page
+    text = " ".join(re.sub(r"<[^>]*>", " ", section[0]).split())
+    wanted = ("a-ceiling", "135M parameters", "0.654 (0.641 to 0.668)", "1.609", "+0.954", "0.912")
+    assert [x for x in wanted if x not in text] == []
+    terminal = " ".join(terminal_text(results).split())
+    line = "1 recurrence: 0.654 bits per byte; this model at its best depth, 32: 1.609, +0.954"
+    assert line in terminal
+    drawing = plots.bits_by_depth(results["convergence"])
+    levels = [x.get_ydata()[0] for x in drawing.axes[0].lines if "135M" in str(x.get_label())]
+    assert levels == [0.6543, 0.6543]
+    low, high = drawing.axes[0].get_ylim()
+    assert low < 0.6543 < high
+
+
 def test_ids_name_one_thing_each(html: str) -> None:
     anchors = [i for i in Page(html).ids if not re.fullmatch(r"[mpChDl][0-9a-f_]{8,}.*", i)]
     assert len(anchors) == len(set(anchors))
