@@ -22,9 +22,11 @@ BOS_EOS = (
 )
 
 
-def parse(text: str) -> tokenizers.Tokenizer:
+def parse(text: str) -> tuple[tokenizers.Tokenizer, int | None]:
     """A byte-level tokenizer that adds nothing, cuts nothing and reads no special token in text.
 
+    Returns:
+        The tokenizer, and the id that the file itself puts before a text, if any.
     Raises:
         TokenizerError: not a ``tokenizer.json``, not byte-level, or one that adds a space.
     """
@@ -43,9 +45,16 @@ def parse(text: str) -> tokenizers.Tokenizer:
     inner.encode_special_tokens = True
     inner.no_padding()
     inner.no_truncation()
+    first = _put_before(inner) if content.get("post_processor") else None
     # Offsets then cover a token's leading space; our documents add bos and eos themselves.
     inner.post_processor = processors.ByteLevel(trim_offsets=False)
-    return inner
+    return inner, first
+
+
+def _put_before(inner: tokenizers.Tokenizer) -> int | None:
+    plain = inner.encode("a", add_special_tokens=False).ids
+    framed = inner.encode("a", add_special_tokens=True).ids
+    return framed[0] if framed[:1] != plain[:1] else None
 
 
 def _parts(part: Any) -> list[dict[str, Any]]:

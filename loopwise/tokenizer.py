@@ -5,7 +5,8 @@ Both kinds stand on UTF-8 bytes, so every token has a known length in bytes (`by
 ``<|endoftext|>`` stays a document. Only the packing and the engine add ``bos_id`` and ``eos_id``.
 
 Which ids those are, a ``tokenizer.json`` does not always say, or says wrongly: ``training.json``
-beside it then does (``special_ids``). `load_tokenizer` of a folder and `load_checkpoint` give a
+beside it then does (``special_ids``). It also tells a converted checkpoint, whose prompts begin as
+at its source (`Tokenizer.start`). `load_tokenizer` of a folder and `load_checkpoint` give a
 tokenizer that knows, so nobody else has to look there.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -29,11 +31,29 @@ TOKENIZER_FILE, TRAINING_FILE = "tokenizer.json", "training.json"
 Span = tuple[int, int]
 
 
+@dataclass(frozen=True, slots=True)
+class StartToken:
+    """Whether prompts begin with a start token.
+
+    Attributes:
+        id: of the token; it also stands for an empty prompt, whatever ``added`` says.
+        why: for the result file.
+    """
+
+    id: int
+    added: bool
+    why: str
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {"id": self.id, "added": self.added, "why": self.why}
+
+
 class Tokenizer(Protocol):
     """What the rest of the package may ask of a tokenizer.
 
     Attributes:
-        bos_id: what a text begins with.
+        bos_id: what a document begins with, in training.
         eos_id: what a document ends with, in training.
         end_ids: every id that ends a text, those first that the checkpoint names.
         special_ids: what was said besides ``tokenizer.json``, see `with_special_ids`.
@@ -44,6 +64,23 @@ class Tokenizer(Protocol):
     eos_id: int
     end_ids: tuple[int, ...]
     special_ids: dict[str, Any]
+
+    @property
+    def start(self) -> StartToken:
+        """What prompts begin with: as ``tokenizer.json`` says, else as documents of training did.
+
+        A converted checkpoint does what its source does. There ``tokenizer.json`` alone decides, as
+        in transformers 5, which looks for no ``add_bos_token`` beside one.
+        """
+        ...
+
+    def told_by(self, training: Mapping[str, Any]) -> Self:
+        """The same tokenizer as the ``training.json`` beside it has it.
+
+        Raises:
+            TokenizerError: see `with_special_ids`.
+        """
+        ...
 
     def with_special_ids(self, said: Mapping[str, Any]) -> Self:
         """The same tokenizer with ids that its ``tokenizer.json`` does not tell.
@@ -115,6 +152,23 @@ class _ByteTable:
         self.bos_id, self.eos_id = self._own
         self.end_ids: tuple[int, ...] = (eos_id,)
         self.special_ids: dict[str, Any] = {}
+        self._put_before: int | None = None  # a text, by tokenizer.json itself
+        self._converted = False
+
+    @property
+    def start(self) -> StartToken:
+        """See `Tokenizer.start`."""
+        if self._put_before is not None:
+            return StartToken(self._put_before, True, "tokenizer.json puts it before a text")
+        if self._converted:
+            return StartToken(self.bos_id, False, "tokenizer.json puts none before a text")
+        return StartToken(self.bos_id, True, "the documents of its training begin with it")
+
+    def told_by(self, training: Mapping[str, Any]) -> Self:
+        """See `Tokenizer.told_by`."""
+        made = self.with_special_ids(training.get("special_ids", {}))
+        made._converted = "converted_from" in training
+        return made
 
     def with_special_ids(self, said: Mapping[str, Any]) -> Self:
         """See `Tokenizer.with_special_ids`."""
@@ -208,13 +262,14 @@ class BPETokenizer(_ByteTable):
 
     def __init__(self, text: str) -> None:
         self._json = text
-        self._inner = parse(text)
+        self._inner, put_before = parse(text)
         added = self._inner.get_added_tokens_decoder()
         specials = {i: token.content for i, token in added.items() if token.special}
         by_name = {name: i for i, name in specials.items()}
         plain = {i: token.content.encode() for i, token in added.items() if not token.special}
         table = byte_table(self._inner, specials, plain)
         super().__init__(table, specials, *bos_and_eos(by_name))
+        self._put_before = put_before
         known = {token[0] for token in self._table if len(token) == 1}
         # Published vocabularies may lack bytes their training text never had, and the library
         # then drops the character without a word. C0, C1 and F5.. never occur in UTF-8.
@@ -275,7 +330,7 @@ class BPETokenizer(_ByteTable):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The library forgets encode_special_tokens when it is pickled.
-        return _restored, (type(self), self._json, self.special_ids)
+        return _restored, (type(self), self._json, self.special_ids, self._converted)
 
     def _check(self, text: str) -> None:
         raw = _utf8(text)
@@ -290,8 +345,8 @@ class BPETokenizer(_ByteTable):
 def load_tokenizer(source: str | Path) -> Tokenizer:
     """``"byte"``, a ``tokenizer.json``, or a folder that holds one.
 
-    Of a folder, a checkpoint's or a run's, ``training.json`` may know ids that the tokenizer alone
-    does not; it then has them (`Tokenizer.special_ids`).
+    Of a folder, a checkpoint's or a run's, ``training.json`` may know what the tokenizer alone does
+    not; it then does (`Tokenizer.told_by`).
 
     Raises:
         TokenizerError: nothing there, or not a tokenizer this package can use.
@@ -311,8 +366,7 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
             "'byte', a tokenizer.json, or a folder that holds one"
         ) from err
     try:
-        tokenizer = tokenizer_from_json(text)
-        return tokenizer.with_special_ids(said) if said else tokenizer
+        return tokenizer_from_json(text).told_by(said)
     except TokenizerError as err:
         raise TokenizerError(f"{path}: {err}") from err
 
@@ -340,20 +394,23 @@ def tokenizer_from_json(text: str) -> Tokenizer:
     return BPETokenizer(text)
 
 
-def _restored(kind: type[BPETokenizer], text: str, said: Mapping[str, Any]) -> BPETokenizer:
-    tokenizer = kind(text)
-    return tokenizer.with_special_ids(said) if said else tokenizer
+def _restored(
+    kind: type[BPETokenizer], text: str, said: Mapping[str, Any], converted: bool
+) -> BPETokenizer:
+    tokenizer = kind(text).with_special_ids(said)
+    tokenizer._converted = converted
+    return tokenizer
 
 
 def _said_beside(file: Path) -> Mapping[str, Any]:
-    """``special_ids`` of a ``training.json``; none where there is no such file."""
+    """What a ``training.json`` holds; nothing where there is no such file."""
     try:
         training = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as err:
         raise TokenizerError(f"{file} cannot be read ({err}); copy it again") from err
-    return training.get("special_ids", {}) if isinstance(training, dict) else {}
+    return training if isinstance(training, dict) else {}
 
 
 def _checked_ids(said: Mapping[str, Any], size: int) -> tuple[list[int], list[int]]:

@@ -214,6 +214,20 @@ def test_what_was_said_is_kept_in_workers_and_on_disk(tokenizer, tmp_path) -> No
     assert load_tokenizer(tmp_path / "tokenizer.json").fingerprint == tokenizer.fingerprint
 
 
+@BOTH
+def test_prompts_of_converted_weights_begin_as_tokenizer_json_says(tokenizer, tmp_path) -> None:
+    """Here it says nothing, so with nothing; our own begin as the documents of their training."""
+    assert (tokenizer.start.id, tokenizer.start.added) == (tokenizer.bos_id, True)
+    training = {"special_ids": {"bos": 5}, "converted_from": {"format": "llama"}}
+    told = tokenizer.told_by(training)
+    write_tokenizer(tmp_path, tokenizer)
+    (tmp_path / "training.json").write_text(json.dumps(training))
+    for one in (told, pickle.loads(pickle.dumps(told)), copy.copy(told), load_tokenizer(tmp_path)):
+        assert (one.start.id, one.start.added) == (one.bos_id, False) == (5, False)
+    assert told.fingerprint == tokenizer.with_special_ids({"bos": 5}).fingerprint
+    assert told.told_by({}).start == tokenizer.start, "afresh"
+
+
 @pytest.mark.parametrize(
     ("said", "message"),
     [

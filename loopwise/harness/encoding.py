@@ -8,11 +8,13 @@ evaluation is one of chats, so a prompt itself does: those that a template made 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from loopwise.hub.chat import MARK, ChatTexts
-from loopwise.hub.start_token import Bos, start_token
 from loopwise.models.checkpoint import Checkpoint
+from loopwise.tokenizer import StartToken
 
+Bos = Literal["auto", "yes", "no"]
 Pair = tuple[list[int], list[int]]  # context and continuation
 
 
@@ -20,6 +22,7 @@ class Encoder:
     """Prompts, pairs and whole texts of requests as token ids.
 
     Args:
+        bos: whether prompts begin with a start token, where others than the checkpoint decide.
         chat: what cuts the prompts that a chat template made.
     """
 
@@ -27,7 +30,9 @@ class Encoder:
         self, checkpoint: Checkpoint, bos: Bos = "auto", chat: ChatTexts | None = None
     ) -> None:
         self.tokenizer = checkpoint.tokenizer
-        self.start = start_token(checkpoint.tokenizer, checkpoint.training, bos)
+        self.start = checkpoint.tokenizer.start
+        if bos != "auto":
+            self.start = StartToken(checkpoint.tokenizer.bos_id, bos == "yes", "as asked")
         self.chat = chat or ChatTexts(checkpoint.tokenizer)
 
     def prompts(self, texts: Sequence[str]) -> list[list[int]]:

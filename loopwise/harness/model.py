@@ -15,11 +15,10 @@ import loopwise
 from loopwise.errors import ConfigError
 from loopwise.exits.rule import ExitRule, parse_rule
 from loopwise.harness.chat import ChatTemplates
-from loopwise.harness.encoding import Encoder, Pair, is_chat
+from loopwise.harness.encoding import Bos, Encoder, Pair, is_chat
 from loopwise.harness.generating import ask, generate
 from loopwise.harness.installed import harness
 from loopwise.harness.scoring import Piece, Progress, Scorer
-from loopwise.hub.start_token import Bos
 from loopwise.measure.tiers import named_rule, tier_rule
 from loopwise.models.checkpoint import Checkpoint, load_checkpoint, usual_depth
 

@@ -43,7 +43,7 @@ _LFS = b"version https://git-lfs.github.com"
 class Checkpoint:
     """A model with all that was saved beside it.
 
-    The tokenizer knows the special ids that ``training`` says besides it.
+    The tokenizer knows what ``training`` says besides it: special ids, and how prompts begin.
 
     Raises:
         CheckpointError: ``training`` says ids that the tokenizer does not have.
@@ -56,12 +56,12 @@ class Checkpoint:
     exits: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        said = self.training.get("special_ids", {})
-        if said != self.tokenizer.special_ids and said:
-            try:
-                object.__setattr__(self, "tokenizer", self.tokenizer.with_special_ids(said))
-            except TokenizerError as err:
-                raise CheckpointError(f"training.json of {str(self.path)!r}: {err}") from err
+        said = self.training.get("special_ids") or self.tokenizer.special_ids
+        try:
+            told = self.tokenizer.told_by({**self.training, "special_ids": said})
+        except TokenizerError as err:
+            raise CheckpointError(f"training.json of {str(self.path)!r}: {err}") from err
+        object.__setattr__(self, "tokenizer", told)
 
     @property
     def weights_hash(self) -> str:

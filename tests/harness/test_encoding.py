@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from loopwise.harness.encoding import Encoder
+from loopwise.harness.encoding import Bos, Encoder
 from loopwise.hub.chat import MARK
-from loopwise.hub.start_token import Bos, StartToken, start_token
 from loopwise.models.checkpoint import Checkpoint
-from loopwise.tokenizer import BPETokenizer, ByteTokenizer
+from loopwise.tokenizer import BPETokenizer, ByteTokenizer, StartToken
 from tests.harness.cases import framed, loaded
 
 CONVERTED = {"converted_from": {"format": "llama"}}
@@ -18,7 +17,7 @@ BOS = ByteTokenizer.bos_id
 
 
 def start_of(checkpoint: Checkpoint, asked: Bos = "auto") -> StartToken:
-    return start_token(checkpoint.tokenizer, checkpoint.training, asked)
+    return Encoder(checkpoint, asked).start
 
 
 @pytest.fixture

@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from loopwise.engine import Engine, EngineConfig, SamplingParams
+from loopwise.engine.reference import ReferenceDecoder
 from loopwise.errors import CheckpointError, WriteError
+from loopwise.exits.fixed import FixedDepth
+from loopwise.exits.rule import parse_rule
+from loopwise.harness.encoding import Encoder
 from loopwise.hub.chat import templates_in, write_templates
 from loopwise.hub.convert import MAX_PADDING, convert
 from loopwise.hub.export import export_checkpoint
@@ -24,6 +29,7 @@ from tests.hub.folders import VOCAB, fill, write_folder
 from tests.hub.naive_llama import shapes as llama_shapes
 from tests.hub.test_llama import CONFIG as LLAMA
 from tests.hub.test_ouro import CONFIG, shapes, tensors
+from tests.test_cli import answer, run
 
 
 @pytest.fixture
@@ -244,7 +250,11 @@ def test_a_malformed_chat_template_is_one_line(source: Path, tmp_path: Path, sai
 def test_texts_begin_as_with_the_sources_tokenizer(
     tmp_path: Path, in_file: bool, in_settings: bool | None
 ) -> None:
-    """SmolLM2's tokenizer puts nothing before a text, and the converted one put a start token."""
+    """SmolLM2's tokenizer puts nothing before a text; the converted one, and then the engine, did.
+
+    Now engine, `loopwise generate`, harness and transformers' tokenizers agree; an empty prompt,
+    which transformers would not take, is a start token.
+    """
     transformers = pytest.importorskip("transformers")
     import loopwise.hub  # noqa: F401 - what makes the Auto classes know us
 
@@ -262,6 +272,19 @@ def test_texts_begin_as_with_the_sources_tokenizer(
     for text in ("the dog", ""):
         assert ours(text)["input_ids"] == stock(text)["input_ids"], text
     assert (ours("the")["input_ids"][0] == tokenizer.bos_id) is in_file
+    converted = load_checkpoint(tmp_path / "out")
+    engine = Engine.from_checkpoint(converted, EngineConfig(exit="fixed:1", max_depth=1))
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    told, empty = engine.generate(["the dog", ""], params)
+    assert list(told.prompt_ids) == stock("the dog")["input_ids"]
+    assert list(told.prompt_ids) == Encoder(converted).prompts(["the dog"])[0]
+    assert list(empty.prompt_ids) == Encoder(converted).prompts([""])[0] == [tokenizer.bos_id]
+    made = answer(run("generate", tmp_path / "out", "the dog", "--max-tokens", "3", "--json"))
+    reference = ReferenceDecoder(converted.model, parse_rule("fixed:1"), FixedDepth())
+    greedy = [int(reference.feed_chunk(stock("the dog")["input_ids"])[-1].logits.argmax())]
+    while len(greedy) < len(made["token_ids"]):
+        greedy.append(int(reference.feed(greedy[-1]).logits.argmax()))
+    assert made["token_ids"] == greedy
     save_checkpoint(tmp_path / "again", *_parts(load_checkpoint(tmp_path / "out")))
     ours.save_pretrained(tmp_path / "again")
     again = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")

@@ -12,7 +12,6 @@ import torch
 
 from loopwise.hub.chat import templates_in
 from loopwise.hub.convert import convert
-from loopwise.hub.start_token import start_token
 from loopwise.models.checkpoint import load_checkpoint
 from loopwise.tokenizer import BPETokenizer
 from tests.hub.folders import VOCAB, Tensors, fill, forward, gap
@@ -188,7 +187,7 @@ def test_chat_templates_and_what_begins_a_text_are_carried_along(
     assert convert(path, tmp_path / "out").chat_templates == ("default",)
     assert templates_in(tmp_path / "out") == {"default": "{{ messages }}"}
     saved = load_checkpoint(tmp_path / "out")
-    found = start_token(saved.tokenizer, saved.training)
+    found = saved.tokenizer.start
     assert (found.id, found.added) == (1, begins)
     assert saved.tokenizer.encode("the cat") == tokenizer.encode("the cat")
 

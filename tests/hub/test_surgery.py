@@ -19,7 +19,6 @@ from loopwise.hub.auto.card import model_card
 from loopwise.hub.chat import templates_in
 from loopwise.hub.convert import convert
 from loopwise.hub.retrofit import GATE, HEALING_TEXT, parse_layers, retrofit
-from loopwise.hub.start_token import start_token
 from loopwise.models.checkpoint import load_checkpoint, save_checkpoint
 from loopwise.models.costs import parameters
 from loopwise.models.views import PackedView
@@ -102,7 +101,7 @@ def test_facts_and_dtype_are_carried_along(tmp_path: Path) -> None:
     saved = load_checkpoint(tmp_path / "out")
     facts = saved.training
     assert templates_in(tmp_path / "out") == {"default": "{{ messages }}"}
-    assert not start_token(saved.tokenizer, facts).added, "as the source's tokenizer"
+    assert not saved.tokenizer.start.added, "as the source's tokenizer"
     assert facts["retrofitted_from"]["layers"] == {"prelude": [0, 1], "core": [5, 3], "coda": [7]}
     assert facts["retrofitted_from"]["weights_hash"] == load_checkpoint(source).weights_hash
     assert facts["special_ids"] == {"eos": [2]}

@@ -19,7 +19,6 @@ from loopwise.errors import CheckpointError, TokenizerError
 from loopwise.hub.auto.config import LoopwiseConfig
 from loopwise.hub.auto.folder import TOKENIZER, TRAINING
 from loopwise.hub.auto.versions import check_version
-from loopwise.hub.start_token import start_token
 from loopwise.tokenizer import BPETokenizer, ByteTokenizer, tokenizer_from_json
 
 check_version(transformers.__version__)
@@ -29,7 +28,7 @@ class LoopwiseTokenizer(PreTrainedTokenizerFast):
     """Byte-level BPE or plain bytes, with the begin and end the checkpoint was trained with.
 
     - A text begins with the id its training documents began with, or as the source's tokenizer
-      had it where the checkpoint was converted (:mod:`loopwise.hub.start_token`);
+      had it where the checkpoint was converted (`loopwise.tokenizer.Tokenizer.start`);
       ``add_bos_token=False`` or ``add_special_tokens=False`` leave it out.
     - Text that spells a special token stays text; ``split_special_tokens=False`` reads it as one.
     - ``decode(encode(text), skip_special_tokens=True) == text``; special tokens are spelt out
@@ -82,8 +81,8 @@ class LoopwiseTokenizer(PreTrainedTokenizerFast):
         training = {}
         if training_file is not None:
             training = read_json_object(Path(training_file), CheckpointError)
-        own = own.with_special_ids(training.get("special_ids", {}))
-        start = start_token(own, training)
+        own = own.told_by(training)
+        start = own.start
         names = {
             "bos_token": backend.id_to_token(start.id),
             "eos_token": backend.id_to_token(own.end_ids[0]),
