@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from loopwise.config import merge
 from loopwise.data import Document, PackedBlocks, TokenStore, load_or_tokenize
 from loopwise.errors import ConfigError
+from loopwise.hub.chat import template_files, templates_in
 from loopwise.models import MODELS
 from loopwise.models.base import LoopedLM
 from loopwise.models.checkpoint import load_checkpoint, read_config, resolve
@@ -160,8 +161,22 @@ def settings_from(asked: dict[str, Any], path: Path) -> dict[str, Any]:
     return merge(asked, own)
 
 
-def first_model(config: RunConfig, tokenizer: Tokenizer) -> tuple[LoopedLM, dict[str, Any]]:
-    """A fresh model, or that of ``start_from`` in float32; and what its checkpoints go on to say.
+@dataclass(frozen=True)
+class Start:
+    """What training begins with.
+
+    Attributes:
+        carried: what ``training.json`` of its checkpoints goes on to say.
+        files: texts that go on beside their weights, by name.
+    """
+
+    model: LoopedLM
+    carried: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+
+
+def first_model(config: RunConfig, tokenizer: Tokenizer) -> Start:
+    """A fresh model, or that of ``start_from`` in float32 with its origin and chat templates.
 
     Raises:
         ConfigError: ``start_from`` is of another shape or tokenizer than the settings.
@@ -169,7 +184,7 @@ def first_model(config: RunConfig, tokenizer: Tokenizer) -> tuple[LoopedLM, dict
     model_class = MODELS[config.architecture]
     wanted = config.model_config(tokenizer.vocab_size)
     if config.start_from is None:
-        return model_class(wanted), {}
+        return Start(model_class(wanted))
     checkpoint = load_checkpoint(Path(config.start_from))
     model = checkpoint.model
     # The embedding may have rows of padding, which no tokenizer knows of.
@@ -183,7 +198,10 @@ def first_model(config: RunConfig, tokenizer: Tokenizer) -> tuple[LoopedLM, dict
     carried: dict[str, Any] = {
         "started_from": {"checkpoint": config.start_from, "weights_hash": checkpoint.weights_hash}
     }
-    return model.train(), carried
+    # Not `converted_from`: texts begin as in the training that follows, no longer as at the source.
+    if "retrofitted_from" in checkpoint.training:
+        carried["retrofitted_from"] = checkpoint.training["retrofitted_from"]
+    return Start(model.train(), carried, template_files(templates_in(checkpoint.path)))
 
 
 def _teacher(
@@ -221,9 +239,9 @@ def train_stage(
         write_tokenizer(folder, tokenizer)
     emit({"event": "data", **prepared.info})
     torch.manual_seed(config.seed)
-    model, carried = first_model(config, tokenizer)
+    start = first_model(config, tokenizer)
     trainer = Trainer(
-        model,
+        start.model,
         tokenizer,
         prepared.train,
         prepared.held_out,
@@ -233,7 +251,8 @@ def train_stage(
         seed=config.seed,
         folder=folder,
         data_info=prepared.info,
-        carried=carried,
+        carried=start.carried,
+        files=start.files,
         objective=config.objective,
         teacher=_teacher(config.objective, tokenizer, prepared.device),
         device=prepared.device,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -95,6 +95,7 @@ class Trainer:
         folder: of ``metrics.jsonl`` and ``checkpoints/``.
         data_info: hashes and counts of the data, kept in ``training.json``.
         carried: what else ``training.json`` is to say.
+        files: texts to save beside the weights, by name.
         objective, teacher: what is learned beside the text's own tokens.
         on_event: called with every event that is logged, for displays.
     """
@@ -113,6 +114,7 @@ class Trainer:
         folder: Path,
         data_info: dict[str, Any] | None = None,
         carried: dict[str, Any] | None = None,
+        files: Mapping[str, str] | None = None,
         objective: ObjectiveConfig | None = None,
         teacher: Teacher | None = None,
         device: torch.device | None = None,
@@ -128,7 +130,7 @@ class Trainer:
         self.config, self.optim, self.depth = config, optim, depth
         self.schedule = DepthSchedule(depth, config.steps)
         self.seed, self.folder, self.data_info = seed, folder, data_info or {}
-        self.carried = carried or {}
+        self.carried, self.files = carried or {}, dict(files or {})
         compiled = config.compile == "on" or (config.compile == "auto" and can_compile(self.device))
         self.diagnostics = Diagnostics() if config.diagnostics else None
         self.loss = LoopedLoss(
@@ -342,6 +344,7 @@ class Trainer:
             self.optimizer,
             self._training_info(),
             self.config.keep,
+            self.files,
         )
 
     def _training_info(self) -> Event:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ def save_step(
     optimizer: Optimizer,
     training: dict[str, Any],
     keep: int,
+    files: Mapping[str, str] | None = None,
 ) -> Path:
     """Save ``folder/step-N`` after optimiser step N, move the pointer, then drop the oldest.
 
@@ -54,7 +56,9 @@ def save_step(
             (into / "state.json").write_text(json.dumps({"step": step}), encoding="utf-8")
 
         state = {k: v.detach() for k, v in optimizer.masters.items()}
-        save_checkpoint(path, model, tokenizer, training, state=state, trainer=write_trainer)
+        save_checkpoint(
+            path, model, tokenizer, training, state=state, trainer=write_trainer, files=files
+        )
     point_to(folder, name)
     for old in sorted(p for p in folder.glob("step-*") if p.is_dir() and p != path)[: -keep + 1]:
         shutil.rmtree(old)

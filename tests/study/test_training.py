@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from loopwise.hub.chat import templates_in
 from loopwise.models.checkpoint import load_checkpoint, save_checkpoint
 from loopwise.tokenizer import ByteTokenizer
 from tests.conftest import make_model
@@ -51,6 +52,24 @@ def test_training_goes_on_from_the_weights(start: Path, tmp_path: Path) -> None:
     settings = json.loads((tmp_path / "run" / "config.json").read_text())["settings"]
     assert (settings["architecture"], settings["model"]["d_model"]) == ("recurrent", 32)
     assert settings["start_from"] == str(start)
+
+
+def test_what_it_was_made_of_and_its_chat_templates_go_along(tmp_path: Path) -> None:
+    """They were dropped: a healed instruct model had no template, its card no origin."""
+    cut = {"checkpoint": "smol", "layers": {"prelude": [0], "core": [1, 2], "coda": [3]}}
+    training = {"retrofitted_from": cut, "converted_from": {"format": "llama", "folder": "x"}}
+    files = {"chat_template.jinja": "{{ a }}", "additional_chat_templates/tools.jinja": "{{ b }}"}
+    start = tmp_path / "start"
+    save_checkpoint(start, make_model(), ByteTokenizer(), training, files=files)
+    made = answer(train(tmp_path / "run", "--from", start))
+    again = answer(train(tmp_path / "more", "--from", tmp_path / "run"))
+    for folder in (Path(made["checkpoint"]), Path(again["checkpoint"])):
+        assert templates_in(folder) == {"default": "{{ a }}", "tools": "{{ b }}"}
+        facts = load_checkpoint(folder).training
+        assert facts["retrofitted_from"] == cut
+        assert "converted_from" not in facts, "its texts begin as its training documents did"
+    older = tmp_path / "run" / "checkpoints" / "step-0000002"
+    assert templates_in(older), "every checkpoint has them"
 
 
 def test_resuming_it_equals_not_having_stopped(start: Path, tmp_path: Path) -> None:
