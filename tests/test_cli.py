@@ -310,6 +310,24 @@ def test_a_finished_run_gets_a_reference_and_a_report_with_it(a_run, reference, 
     refused(run("measure", a_run), "holds a finished trace")
 
 
+def test_finished_traces_of_given_text_get_a_reference_if_the_text_is_the_same(
+    finished, tmp_path, reference
+):
+    """Else a measurement that was stopped within it, or forgot it, is made all over again."""
+    text, out = tmp_path / "fresh.txt", tmp_path / "t"
+    pieces = ["Zürich has a lake. " * 12, "Nobody knows the way home. " * 9]
+    text.write_text("\n<|endoftext|>\n".join(pieces), encoding="utf-8")
+    command = ["measure", finished[0], "--data", text, "--out", out, *sets(*TINY_MEASURE), "--json"]
+    assert answer(run(*command))["references"] == [None]
+    traces = files(out)
+    with_one = [*command, *sets(f"measure.reference={reference}")]
+    (found,) = answer(run(*with_one))["references"]
+    assert found["name"] == "other"
+    assert {k: v for k, v in files(out).items() if not k.endswith("reference.json")} == traces
+    text.write_text("\n<|endoftext|>\n".join([*pieces, "and more. " * 30]), encoding="utf-8")
+    refused(run(*with_one), "holds a finished trace")
+
+
 def test_a_study_with_a_reference(tmp_path, reference, monkeypatch, no_plots):
     """Its settings hold a path that is found from anywhere, and resuming takes either."""
     monkeypatch.chdir(tmp_path)

@@ -29,7 +29,7 @@ from loopwise.settings import (
 )
 from loopwise.study.allocating import frontier_stage
 from loopwise.study.folders import require_free
-from loopwise.study.measuring import fit_stage, measure_stage, plan_corpora
+from loopwise.study.measuring import block_length, fit_stage, measure_stage, plan_corpora
 from loopwise.study.reference import open_reference, reference_stage, with_whole_path
 from loopwise.study.results import add_references, collect_results, write_results
 from loopwise.study.texts import read_corpora, read_texts
@@ -99,8 +99,8 @@ def measure_command(
 ) -> list[Trace]:
     """``loopwise measure``: the given text, or what the run of the checkpoint held out.
 
-    Where the run's traces are finished and a reference is asked for, it alone is measured, and
-    added to the run's results.
+    Where all traces are finished and a reference is asked for, it alone is measured, and added to
+    the results of their run.
     """
     asked = with_whole_path(asked)
     config, run = _settings_at(path, asked)
@@ -117,7 +117,7 @@ def measure_command(
     else:
         raise ConfigError(f"{str(path)!r} is not a run folder; say what to measure on with --data")
     asked_for = asked.get("measure", {}).get("reference") is not None
-    finished = _finished_traces(folder, checkpoint) if asked_for and not sources else None
+    finished = _traces_of(folder, checkpoint, corpora, config.measure) if asked_for else None
     if finished is not None:
         _refer(checkpoint, finished, config.measure, emit)
         add_references(folder.parent, finished)
@@ -292,6 +292,22 @@ def _refer(checkpoint: Checkpoint, traces: list[Trace], config: MeasureConfig, e
 
 def _load(path: Path, config: MeasureConfig) -> Checkpoint:
     return load_checkpoint(path, torch.float32 if config.dtype == "fp32" else torch.bfloat16)
+
+
+def _traces_of(
+    folder: Path, checkpoint: Checkpoint, corpora: dict[str, list[Document]], config: MeasureConfig
+) -> list[Trace] | None:
+    """Finished traces of these very weights and texts, if all of them are there."""
+    if not all((folder / name / "trace.json").is_file() for name in corpora):
+        return None
+    fitted_on = checkpoint.exits.get("fitted_on", [])
+    plans = plan_corpora(corpora, checkpoint.tokenizer, block_length(checkpoint), config, fitted_on)
+    traces = [Trace(folder / name) for name in corpora]
+    texts = {name: plan.measured.store.text_hash for name, plan in plans.items()}
+    ours = checkpoint.weights_hash
+    same = [t.header["weights_hash"] == ours for t in traces]
+    same += [t.header.get("text_hash") == texts[t.folder.name] for t in traces]
+    return traces if all(same) else None
 
 
 def _finished_traces(folder: Path, checkpoint: Checkpoint) -> list[Trace] | None:
