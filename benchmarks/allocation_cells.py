@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from loopwise.config import merge, parse_overrides, read_json_object
 from loopwise.errors import ConfigError, RunFolderError
 from loopwise.settings import differing, explicit_table
@@ -109,6 +111,7 @@ def train(
                     )
                 )
 
+        torch.compiler.reset()  # cells of many shapes would use up the recompilations allowed
         resume = (folder / "config.json").is_file()
         write_whole(file, json.dumps(train_command(settings, folder, emit, resume)))
     return json.loads(file.read_text())

@@ -43,6 +43,7 @@ RULES = ("kl", "latent-change", "latent-kl")
 BOUND = "oracle-kl"
 PARTS = ("fit", "judge", "judge", "judge")  # of equal length; no document is in two
 PART_TOKENS = 16_384
+SHOWN_DEPTHS = (1, 2, 4, 8)
 FRESH_FROM = 1_000_000  # built-in documents from this number on are in no training text
 _TABLE_WIDTH = 200
 
@@ -195,18 +196,17 @@ def interval(point: Row) -> str:
 
 
 def shown(row: Row) -> Row:
-    """A cell as a line of a table; gains are those at the first and the second budget."""
-    loss, sat = row["loss_nats"], row["saturation"]
-    line = {"cell": row["variant"], "seed": row["seed"], **_depth_columns(row)}
-    line["full"] = f"{loss[-1]:.3f}"
-    line["saturates"] = f"{sat['depth']} ({sat['low']}-{sat['high']})"
-    return line | _gain_columns(row["gains"])
+    """A cell as a line of a table; ``kl depth`` is its mean depth at the smaller budget."""
+    loss, at = row["loss_nats"], row["gains"]["kl"][str(min(BUDGETS))]
+    line = {"cell": row["variant"], "seed": row["seed"]}
+    line |= {f"depth {r}": f"{loss[r - 1]:.3f}" for r in SHOWN_DEPTHS} | _depth_columns(row)
+    line["saturates"] = row["saturation"]["depth"]
+    return line | _gain_columns(row["gains"]) | {"kl depth": f"{at['mean_depth']:.2f}"}
 
 
 def _depth_columns(row: Row) -> Row:
     loss, best = row["loss_nats"], row["best_depth"]
     return {
-        "depth 1": f"{loss[0]:.3f}",
         "best": f"{loss[best - 1]:.3f} at {best}",
         "worth": f"{row['worth_nats']:.3f}",
     }
@@ -227,6 +227,7 @@ def shown_hops(row: Row) -> list[Row]:
             "cell": row["variant"],
             "look-ups": of["hops"] or "none",
             "tokens": of["tokens"],
+            "depth 1": f"{of['loss_nats'][0]:.3f}",
             **_depth_columns(of),
             **{
                 f"{name} {BUDGETS[0]:g}": interval(of["gains"][name][str(BUDGETS[0])])
