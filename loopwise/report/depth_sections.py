@@ -259,7 +259,7 @@ def _beside_reference(cs: list[Convergence]) -> Html:
         ]
     start = cs[0]["reference"]["start_token"]
     note = (
-        "A reference of another tokenizer, on the same bytes cut at the same places; what begins a "
+        "The reference, whatever its tokenizer, reads the same bytes cut at the same places; a "
         f"document begins with its own start token ({start}), and ends of documents count on "
         "neither side. 95% intervals by blocks, of the difference paired."
     )
