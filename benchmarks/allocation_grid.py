@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from benchmarks.allocation_cells import BASE, FULL_DEPTH, SMOKE_CELLS, VARIANTS, Cell, train
-from benchmarks.allocation_rules import Frontier, rule_frontiers
+from benchmarks.allocation_rules import FIRST, Frontier, entropy_first, rule_frontiers
 from benchmarks.common import finish, parser, table
 from loopwise.bench.compare import oracle_curves
 from loopwise.bench.samples import deal, pack
@@ -40,12 +40,13 @@ from loopwise.writing import write_whole
 
 BUDGETS = (0.01, 0.002)  # nats above full depth
 RULES = ("kl", "latent-change", "latent-kl")
-BOUND = "oracle-kl"
+BOUND, BOUND_FROM_2 = "oracle-kl", "oracle-kl, from 2"
+RULES_ON = (BASE, "fixed depth", "look-ups")  # seed 0: every way to decide
 PARTS = ("fit", "judge", "judge", "judge")  # of equal length; no document is in two
 PART_TOKENS = 16_384
 SHOWN_DEPTHS = (1, 2, 4, 8)
 FRESH_FROM = 1_000_000  # built-in documents from this number on are in no training text
-_TABLE_WIDTH = 200
+_TABLE_WIDTH = 330
 
 Row = dict[str, Any]
 
@@ -109,7 +110,13 @@ def gains(yardstick: Yardstick, score: dict[str, NDArray[Any]], kl_last: NDArray
         for name, s in score.items()
     }
     curves[BOUND] = oracle_curves(yardstick, kl_last)[BOUND]
+    curves[BOUND_FROM_2] = oracle_curves(yardstick, late(kl_last))[BOUND]
     return {name: _gains_of(curve) for name, curve in curves.items()}
+
+
+def late(score: NDArray[Any]) -> NDArray[Any]:
+    """A score that stops none at recurrence 1, as A1's cannot."""
+    return np.concatenate((np.full_like(score[:, :1], np.inf), score[:, 1:]), axis=1)
 
 
 def _gains_of(curve: Curve) -> Row:
@@ -117,10 +124,13 @@ def _gains_of(curve: Curve) -> Row:
     for budget in BUDGETS:
         place = at_loss(curve.points, budget)
         assert place is not None, "full depth, which ends every curve, loses nothing"
-        point = curve.point(curve.between(place))
-        kept = ("mean_depth", "equal_uniform_depth", "allocation_gain", "gain_low", "gain_high")
-        out[str(budget)] = {key: point[key] for key in kept}
+        out[str(budget)] = _kept(curve.point(curve.between(place)))
     return out
+
+
+def _kept(point: Row) -> Row:
+    names = ("mean_depth", "equal_uniform_depth", "allocation_gain", "gain_low", "gain_high")
+    return {name: point[name] for name in names}
 
 
 def by_hops(yardstick: Yardstick, trace: Trace, score: dict[str, NDArray[Any]]) -> list[Row]:
@@ -168,9 +178,11 @@ def judged(cell: Cell, folder: Path, settings: Row, tokens: int) -> Row:
         **depths(yardstick),
         "gains": gains(yardstick, score, judge["kl_last"]),
     }
+    first = entropy_first(parts["fit"], judge, yardstick)
+    row["gains"][FIRST] = {str(b): _kept(first.point(first.at_loss(b))) for b in BUDGETS}
     if on_hops:
         row["by_hops"] = by_hops(yardstick, judge, score)
-    if cell == Cell(BASE, 0):
+    if cell.variant in RULES_ON and cell.seed == 0:
         found = rule_frontiers(parts["fit"], judge, yardstick, checkpoint.tokenizer)
         row["rules"] = {name: _compared(frontier, found) for name, frontier in found.items()}
     return row
@@ -183,7 +195,7 @@ def _compared(frontier: Frontier, found: dict[str, Frontier]) -> Row:
         goal = float(found["kl"].at_loss(budget).depth.mean())
         point = frontier.point(frontier.at_loss(budget))
         out[str(budget)] = {
-            **{k: point[k] for k in ("mean_depth", "allocation_gain", "gain_low", "gain_high")},
+            **_kept(point),
             "at_depth": goal,
             "vs_kl_nats": frontier.against(found["kl"], goal),
         }
@@ -213,11 +225,10 @@ def _depth_columns(row: Row) -> Row:
 
 
 def _gain_columns(found: Row) -> Row:
-    names = {b: (RULES if b == BUDGETS[0] else ("kl",)) for b in BUDGETS}
     return {
         f"{name} {budget:g}": interval(found[name][str(budget)])
         for budget in BUDGETS
-        for name in (*names[budget], BOUND)
+        for name in (*RULES, FIRST, BOUND_FROM_2, BOUND)
     }
 
 
@@ -246,11 +257,11 @@ def shown_rules(rules: Row) -> list[Row]:
             point = at[str(budget)]
             lost = point["vs_kl_nats"]
             half = 500 * (lost["high"] - lost["low"]) if lost else 0.0
-            line[f"vs kl at {point['at_depth']:.2f}"] = (
+            line[f"{budget:g}: vs kl at {point['at_depth']:.2f}"] = (
                 f"{1000 * lost['mean']:+.1f} ±{half:.1f}" if lost else "-"
             )
-            line[f"depth {budget:g}"] = f"{point['mean_depth']:.2f}"
-            line[f"gain {budget:g}"] = interval(point)
+            line[f"{budget:g}: depth"] = f"{point['mean_depth']:.2f}"
+            line[f"{budget:g}: gain"] = interval(point)
         out.append(line)
     return out
 
@@ -281,7 +292,11 @@ def main() -> None:
         if "by_hops" in row:
             table("By look-ups of the target", shown_hops(row), console)
         if "rules" in row:
-            table("Rules on the base; thousandths of a nat", shown_rules(row["rules"]), console)
+            table(
+                f"Rules on {row['variant']!r}; thousandths of a nat",
+                shown_rules(row["rules"]),
+                console,
+            )
     finish("allocation", {"data": options.data, "rows": rows}, options.save)
 
 

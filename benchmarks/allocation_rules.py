@@ -20,6 +20,7 @@ from loopwise.measure.token_types import TOKEN_TYPES, classify_targets
 from loopwise.measure.trace import Trace
 from loopwise.tokenizer import Tokenizer
 
+FIRST = "kl, entropy at 1"
 READ = {"kl": "kl_prev", "latent-change": "change"}  # the column of a trace that a rule scores by
 PRICES = np.geomspace(1e-4, 0.1, 32)  # nats of a recurrence
 _SWEEPS = 4
@@ -108,7 +109,23 @@ def rule_frontiers(
             found[f"{name}, {title}"] = Frontier.of(exits, yardstick)
         exits = [first_below(score, recurrence_thresholds(learn, loss, p)) for p in PRICES]
         found[f"{name}, by recurrence"] = Frontier.of(exits, yardstick)
-    return found
+    return found | {FIRST: entropy_first(fit, judge, yardstick)}
+
+
+def entropy_first(fit: Trace, judge: Trace, yardstick: Yardstick) -> Frontier:
+    """A1 that may stop at recurrence 1, where it has no KL yet but has read the output already.
+
+    Its score there is the entropy; thresholds of each recurrence are fitted.
+    """
+    depth = yardstick.max_depth
+    learn, score = (_entropy_then_kl(trace, depth) for trace in (fit, judge))
+    loss = fit["loss"][:, :depth].astype(np.float64)
+    exits = [first_below(score, recurrence_thresholds(learn, loss, p)) for p in PRICES]
+    return Frontier.of(exits, yardstick)
+
+
+def _entropy_then_kl(trace: Trace, depth: int) -> Floats:
+    return np.column_stack((trace["entropy"][:, 0], trace["kl_prev"][:, 1:depth]))
 
 
 def swept(score: Floats, rule: ExitRule) -> list[Depths]:
