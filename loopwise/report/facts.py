@@ -33,7 +33,7 @@ def read_results(run: Path) -> Results:
     Raises:
         RunFolderError: there are none, or they are not a results file of this format.
     """
-    remedy = "make it with 'loopwise study', or with 'loopwise measure' on a finished checkpoint"
+    remedy = "make it with 'loopwise study'; one that was stopped goes on with --resume"
     return read_versioned(run, "loopwise-results", _missing, remedy)
 
 
