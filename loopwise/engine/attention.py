@@ -167,7 +167,7 @@ _LIBRARY.define(
 )
 _LIBRARY.impl("attend_pages", _attend_pages, "CompositeExplicitAutograd")
 torch.library.register_fake(
-    "loopwise::attend_pages", lambda q, *_: torch.empty_like(q), lib=_LIBRARY
+    "loopwise::attend_pages", lambda q, *_: q.new_empty(q.shape), lib=_LIBRARY
 )
 
 

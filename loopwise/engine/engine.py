@@ -19,7 +19,7 @@ from loopwise.engine.detokenize import Detokenizer
 from loopwise.engine.kernels import can_fuse
 from loopwise.engine.kv_cache import CacheShape, KVCache
 from loopwise.engine.kv_policy import parse_kv_policy
-from loopwise.engine.packed import can_pack
+from loopwise.engine.packed import can_pack, is_hooked
 from loopwise.engine.request import FinishReason, SamplingParams, TokenOutput
 from loopwise.engine.rows import RowTable
 from loopwise.engine.runner import Calls, Runner
@@ -95,6 +95,7 @@ class Engine:
         self._policy_index: dict[str, int] = {}
         if calls is None:
             pack = config.packed == "auto" and can_pack(model.dtype, device)
+            pack = pack and not is_hooked(model)
             calls = Calls(model, compile=config.compile == "on", pack=pack)
         self.weights = "packed" if calls.packed else "as stored"
         self.runner = Runner(model, self.cache, self.table, calls, seats=seats)
@@ -135,7 +136,8 @@ class Engine:
         ``max_tokens`` past what the slot leaves is cut to it, with finish reason ``length``.
 
         Args:
-            prompt: text, which gets a begin-of-text token, or token ids as they are to be fed.
+            prompt: text, which begins as `Tokenizer.start` says, or token ids as they are to be
+                fed.
             exit: when its tokens stop; by default the engine's rule.
             priority: higher starts sooner, and is preempted later.
             forced: tokens to go on with whatever the model says; their log-probabilities are what

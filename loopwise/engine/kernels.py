@@ -62,6 +62,8 @@ def decode_attention(
     """
     library = _library()
     assert library is not None, "ask can_fuse first"
+    # The kernel takes all for what the pools are, and would read past the end of narrower values.
+    assert q.dtype == k.dtype == v.dtype == key_pool.dtype, "one dtype for queries and pools"
     rows, n_kv, head_dim = k.shape
     singles = len(lengths)
     q, k, v = (_whole_rows(x) for x in (q, k, v))

@@ -17,10 +17,6 @@ from torch import Tensor, nn
 
 from loopwise.models.base import LoopedLM
 
-# What torch.compile itself calls on frozen bfloat16 weights.
-_PACK = torch.ops.mkldnn._reorder_linear_weight
-_PRODUCT = torch.ops.mkldnn._linear_pointwise
-
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -32,6 +28,11 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
         and torch.backends.mkldnn.is_available()
         and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
+
+
+def is_hooked(model: nn.Module) -> bool:
+    """Whether calls of some module are watched or changed; a packed twin would not have it."""
+    return any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 def packed(model: Model) -> Model:
@@ -59,7 +60,9 @@ class PackedLinear(nn.Module):
         self.weight, self.bias = weight, bias
         self.width = len(weight)
         self.number = next(_NUMBERS)
-        _PACKED[self.number] = _PACK(weight.detach())
+        # Here and below what torch.compile itself calls on frozen bfloat16 weights. Looked up when
+        # used: builds without oneDNN, as those for Apple's processors, have neither.
+        _PACKED[self.number] = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
         weakref.finalize(self, _PACKED.pop, self.number)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,7 +75,7 @@ _PACKED: dict[int, Tensor] = {}
 
 
 def _packed_linear(x: Tensor, bias: Tensor | None, number: int, width: int) -> Tensor:
-    return _PRODUCT(x, _PACKED[number], bias, "none", [], "")
+    return torch.ops.mkldnn._linear_pointwise(x, _PACKED[number], bias, "none", [], "")
 
 
 _LIBRARY = torch.library.Library("loopwise", "FRAGMENT")

@@ -136,3 +136,21 @@ def test_a_compiler_that_fails_is_no_error(monkeypatch, tmp_path):
         assert list((tmp_path / "loopwise" / "kernels").iterdir()) == [], "nothing half-built stays"
     finally:
         kernels._library.cache_clear()
+
+
+@needs_compiler
+def test_other_dtypes_than_the_pools_are_refused():
+    """It would read past the end of narrower values."""
+    pool, one = torch.zeros(2, 1, 8), torch.zeros(1, 1, 8)
+    where, length = torch.tensor([1]), torch.tensor([1])
+    with pytest.raises(AssertionError, match="one dtype"):
+        kernels.decode_attention(
+            one.bfloat16(), one, one, pool, pool.clone(), where, where, length, one.clone()
+        )
+
+
+def test_compiled_code_is_told_the_layout_that_comes():
+    """Results are contiguous, whatever the queries are."""
+    q = torch.empty(3, 8, 4, device="meta").transpose(1, 2)
+    rest = [torch.empty(3, 2, 8, device="meta") for _ in range(8)]
+    assert torch.ops.loopwise.attend_pages(q, *rest).is_contiguous()

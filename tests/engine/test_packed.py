@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -81,3 +83,31 @@ def test_packed_weights_go_with_their_engine():
     del engine
     gc.collect()
     assert len(packed._PACKED) == before
+
+
+def test_without_onednn_the_package_still_loads():
+    """Builds of torch for Apple's processors have no such operators; looking them up at import
+    time was an error of every command that decodes."""
+    code = (
+        "import torch\n"
+        "class Nothing:\n"
+        "    def __getattr__(self, name): raise AttributeError(name)\n"
+        "torch.ops.mkldnn = Nothing()\n"
+        "torch.backends.mkldnn.is_available = lambda: False\n"
+        "import loopwise.engine\n"
+        "from loopwise.engine.packed import can_pack\n"
+        "assert not can_pack(torch.bfloat16, torch.device('cpu'))\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@needs_packing
+def test_a_hooked_model_is_not_packed():
+    """A hook on a packed layer was dropped, and what one on another module wrote to was copied."""
+    model, seen = make_model().bfloat16(), []
+    layer = next(m for m in model.modules() if type(m) is nn.Linear)
+    layer.register_forward_hook(lambda module, args, output: seen.append(len(output)))
+    engine = Engine(model, ByteTokenizer(), EngineConfig(max_seq=64, slots=4))
+    engine.generate(["a"], SamplingParams(max_tokens=2))
+    assert engine.stats()["weights"] == "as stored"
+    assert seen
