@@ -324,8 +324,39 @@ def test_finished_traces_of_given_text_get_a_reference_if_the_text_is_the_same(
     (found,) = answer(run(*with_one))["references"]
     assert found["name"] == "other"
     assert {k: v for k, v in files(out).items() if not k.endswith("reference.json")} == traces
+    for other in ("measure.horizon=4", "measure.tokens=100"):
+        refused(run(*with_one, *sets(other)), "holds a finished trace")
     text.write_text("\n<|endoftext|>\n".join([*pieces, "and more. " * 30]), encoding="utf-8")
     refused(run(*with_one), "holds a finished trace")
+
+
+def test_traces_beside_another_run_leave_its_results_alone(a_run, tmp_path, reference):
+    """They named a corpus of the same name and length, and the reference went to that model."""
+    held = ["--data", "builtin:stories:16"]
+    other = tmp_path / "another"
+    answer(run("train", *held, *sets(*TINY_RUN, "seed=5"), "--out", other, "--json"))
+    before = (a_run / "results.json").read_text()
+    command = ["measure", other, *held, "--out", a_run / "extra", *sets(*TINY_MEASURE), "--json"]
+    answer(run(*command))
+    (found,) = answer(run(*command, *sets(f"measure.reference={reference}")))["references"]
+    assert found["name"] == "other"
+    assert (a_run / "results.json").read_text() == before
+
+
+def test_a_reference_that_cannot_read_the_text_costs_no_results(tmp_path, reference, no_plots):
+    """Its vocabulary lacks a letter of the text, which is seen after hours of training."""
+    file = reference / "tokenizer.json"
+    lacking = json.loads(file.read_text())
+    last = max(lacking["model"]["vocab"].values())
+    lacking["model"]["vocab"] |= {"\u00e9\u00e9": lacking["model"]["vocab"].pop("T")}
+    lacking["model"]["merges"] = [m for m in lacking["model"]["merges"] if "T" not in "".join(m)]
+    assert max(lacking["model"]["vocab"].values()) == last
+    file.write_text(json.dumps(lacking))
+    command = ["study", "--data", "builtin:stories:16", "--out", tmp_path / "run"]
+    command += sets(*TINY_RUN, *TINY_MEASURE, f"measure.reference={reference}")
+    refused(run(*command), "measure.reference on stories-16", "no token for the character 'T'")
+    results = strict_json((tmp_path / "run" / "results.json").read_text())
+    assert results["frontiers"] and results["convergence"][0]["reference"] is None
 
 
 def test_a_study_with_a_reference(tmp_path, reference, monkeypatch, no_plots):

@@ -195,6 +195,7 @@ def summarise(trace: Trace, tokenizer: Tokenizer, epsilon: float) -> dict[str, A
     mean_depth = trace.header["trained_mean_depth"]
     at_mean = min(round(mean_depth), trace.horizon) if mean_depth else trace.horizon
     in_bytes = byte_sums(trace, tokenizer)
+    no_text = [math.nan] * trace.horizon
     losses = loss_by_recurrence(loss, block)
     return {
         "corpus": trace.header["corpus"],
@@ -207,7 +208,9 @@ def summarise(trace: Trace, tokenizer: Tokenizer, epsilon: float) -> dict[str, A
         "monotone_to_training_mean": is_monotone(losses["mean"][:at_mean]),
         "monotone_to_horizon": is_monotone(losses["mean"]),
         "rise_after_best_nats": losses["mean"][-1] - min(losses["mean"]),
-        "bits_per_byte": (in_bytes.mean / math.log(2)).tolist(),
+        "bits_per_byte": (in_bytes.mean / math.log(2)).tolist()
+        if in_bytes.counts.any()
+        else no_text,
         "curves": _curves(trace),
         "argmax_agreement": (argmax == argmax[:, -1:]).mean(axis=0).tolist(),
         "saturation": saturation_depth(loss, block),

@@ -27,7 +27,7 @@ from loopwise.data import TokenBatch
 from loopwise.data.packing import NO_TARGET
 from loopwise.errors import TraceError
 from loopwise.measure.convergence import byte_sums
-from loopwise.measure.evaluate import trajectory
+from loopwise.measure.evaluate import check_length, trajectory
 from loopwise.measure.perplexity import Window, window_batches
 from loopwise.measure.statistics import BlockSums
 from loopwise.measure.trace import Trace
@@ -95,6 +95,7 @@ def measure_reference(
     Raises:
         TraceError: the trace holds no text.
         ShapeError: a piece is longer than what the reference has learned positions for.
+        TokenizerError: a character that its tokenizer has no token for.
     """
     model, own = reference.model, reference.tokenizer
     depth = usual_depth(reference.training, model.geometry.max_depth)
@@ -102,6 +103,7 @@ def measure_reference(
     if not found:
         raise TraceError(f"{str(trace.folder)!r} holds no text to measure a reference on")
     windows = [_window(piece, own) for piece in found]
+    check_length(model, max(len(ids) for ids, _ in windows) - 1)  # before the shorter ones run
     nats = _nats(model, windows, depth, progress)
     of = np.array([piece.block for piece in found])
     n_bytes = np.array([len(piece.scored.encode()) for piece in found])
@@ -136,9 +138,13 @@ def measure_reference(
 
 
 def name_of(checkpoint: Checkpoint) -> str:
-    """What people call a checkpoint: its source's name, or that of its run or folder."""
-    source = checkpoint.training.get("converted_from", {}).get("folder", "")
-    if source and not _COMMIT.fullmatch(source):
+    """What people call a checkpoint: its source's name, or that of its run or folder.
+
+    A retrofitted model is no longer its source.
+    """
+    facts = checkpoint.training
+    source = facts.get("converted_from", {}).get("folder", "")
+    if source and "retrofitted_from" not in facts and not _COMMIT.fullmatch(source):
         return str(source).removesuffix(".gguf")
     folder = checkpoint.path.absolute()
     return folder.parent.parent.name if folder.parent.name == "checkpoints" else folder.name

@@ -20,6 +20,7 @@ from loopwise.measure.perplexity import Protocol, perplexity
 from loopwise.measure.trace import Trace
 from loopwise.models.checkpoint import Checkpoint, load_checkpoint
 from loopwise.report import write_report
+from loopwise.report.facts import read_results
 from loopwise.settings import (
     MeasureConfig,
     RunConfig,
@@ -29,7 +30,14 @@ from loopwise.settings import (
 )
 from loopwise.study.allocating import frontier_stage
 from loopwise.study.folders import require_free
-from loopwise.study.measuring import block_length, fit_stage, measure_stage, plan_corpora
+from loopwise.study.measuring import (
+    block_length,
+    blocks_to_trace,
+    fit_stage,
+    horizon_of,
+    measure_stage,
+    plan_corpora,
+)
 from loopwise.study.reference import open_reference, reference_stage, with_whole_path
 from loopwise.study.results import add_references, collect_results, write_results
 from loopwise.study.texts import read_corpora, read_texts
@@ -71,9 +79,12 @@ def run_study(asked: Asked, folder: Path, emit: Emit, resume: bool = False) -> E
     else:  # traces of an earlier version: rules that came since are fitted on what others were
         checkpoint = fit_stage(checkpoint, prepared.corpora, config.measure, emit)
     frontiers = [frontier_stage(t, checkpoint, config.measure, emit) for t in traces]
-    _refer(checkpoint, traces, config.measure, emit)
     results = collect_results(checkpoint, traces, frontiers, config)
-    write_results(folder, results)
+    write_results(folder, results)  # whatever the reference cannot read
+    if config.measure.reference is not None:
+        _refer(checkpoint, traces, config.measure, emit)
+        add_references(results, traces)
+        write_results(folder, results)
     report = write_report(folder)
     return {
         "run": str(folder),
@@ -107,9 +118,10 @@ def measure_command(
     checkpoint = _load(path, config.measure)
     open_reference(config.measure)  # refused before long work begins
     inside_run = checkpoint.path.parent.name == "checkpoints"
+    run_folder = checkpoint.path.parent.parent
     if out is None and not inside_run:
         raise ConfigError(f"{str(path)!r} is not part of a run; say where traces go with --out")
-    folder = out or checkpoint.path.parent.parent / "traces"
+    folder = out or run_folder / "traces"
     if sources:
         corpora = read_corpora(sources, config.data)
     elif run is not None:
@@ -120,7 +132,11 @@ def measure_command(
     finished = _traces_of(folder, checkpoint, corpora, config.measure) if asked_for else None
     if finished is not None:
         _refer(checkpoint, finished, config.measure, emit)
-        add_references(folder.parent, finished)
+        own = inside_run and folder.resolve() == (run_folder / "traces").resolve()
+        if own and (run_folder / "results.json").is_file():
+            results = read_results(run_folder)
+            add_references(results, finished)
+            write_results(run_folder, results)
         return finished
     for name in corpora:
         if (folder / name / "trace.json").exists():
@@ -297,7 +313,7 @@ def _load(path: Path, config: MeasureConfig) -> Checkpoint:
 def _traces_of(
     folder: Path, checkpoint: Checkpoint, corpora: dict[str, list[Document]], config: MeasureConfig
 ) -> list[Trace] | None:
-    """Finished traces of these very weights and texts, if all of them are there."""
+    """Finished traces of these very weights, texts and depths, if all of them are there."""
     if not all((folder / name / "trace.json").is_file() for name in corpora):
         return None
     fitted_on = checkpoint.exits.get("fitted_on", [])
@@ -307,6 +323,10 @@ def _traces_of(
     ours = checkpoint.weights_hash
     same = [t.header["weights_hash"] == ours for t in traces]
     same += [t.header.get("text_hash") == texts[t.folder.name] for t in traces]
+    same += [t.horizon == horizon_of(checkpoint, config) for t in traces]
+    wanted = blocks_to_trace(config, block_length(checkpoint))
+    whole = [min(wanted, plans[t.folder.name].measured.n_blocks) for t in traces]
+    same += [t.header.get("n_blocks") == n for t, n in zip(traces, whole, strict=True)]
     return traces if all(same) else None
 
 

@@ -96,7 +96,7 @@ def measure_stage(
         folder: gets one trace folder per corpus.
     """
     model, seq = checkpoint.model, block_length(checkpoint)
-    horizon = _horizon(checkpoint, config)
+    horizon = horizon_of(checkpoint, config)
     _warn_past_training(checkpoint, horizon, emit)
     checkpoint, plans = _fit_missing(checkpoint, corpora, config, emit)
     policies = _policies_to_record(checkpoint, config) if horizon > 1 else []
@@ -120,7 +120,7 @@ def measure_stage(
             folder / name,
             info,
             horizon=horizon,
-            limit=max(1, config.tokens // seq),
+            limit=blocks_to_trace(config, seq),
             policies=policies,
             byte_lengths=checkpoint.tokenizer.byte_lengths(),
             progress=report,
@@ -145,7 +145,13 @@ def block_length(checkpoint: Checkpoint) -> int:
     return int(checkpoint.training.get("seq", 256))
 
 
-def _horizon(checkpoint: Checkpoint, config: MeasureConfig) -> int:
+def blocks_to_trace(config: MeasureConfig, seq: int) -> int:
+    """Of each corpus, at most."""
+    return max(1, config.tokens // seq)
+
+
+def horizon_of(checkpoint: Checkpoint, config: MeasureConfig) -> int:
+    """Recurrences to trace, as asked and within what the weights allow."""
     return min(config.horizon, checkpoint.model.geometry.max_depth or config.horizon)
 
 
@@ -153,7 +159,7 @@ def _fit_missing(
     checkpoint: Checkpoint, corpora: dict[str, list[Document]], config: MeasureConfig, emit: Emit
 ) -> tuple[Checkpoint, dict[str, Plan]]:
     """The checkpoint with every fitted rule it can have, and the corpora divided."""
-    fitted, horizon = checkpoint.fitted_policies(), _horizon(checkpoint, config)
+    fitted, horizon = checkpoint.fitted_policies(), horizon_of(checkpoint, config)
     wanted = [name for name in EXITS if needs_fitting(name)] if horizon > 1 else []
     missing = [name for name in wanted if name not in fitted]
     to_begin = bool(missing) and not fitted

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from loopwise.errors import CheckpointError
+from loopwise.errors import CheckpointError, ShapeError, TokenizerError
 from loopwise.measure.reference import measure_reference, read_reference, write_reference
 from loopwise.measure.trace import Trace
 from loopwise.models.checkpoint import Checkpoint, load_checkpoint, resolve
@@ -60,6 +60,8 @@ def reference_stage(
         tokenizer: of the traced model.
     Returns:
         What was found, by corpus; what an earlier run stored of this reference is kept.
+    Raises:
+        ShapeError, TokenizerError: the reference cannot read a text.
     """
     out: dict[str, Event] = {}
     weights = reference.weights_hash
@@ -75,6 +77,9 @@ def reference_stage(
             stage = f"reference on {name}"
             emit({"event": "progress", "stage": stage, "done": done, "total": total})
 
-        out[name] = measure_reference(trace, tokenizer, reference, report)
+        try:
+            out[name] = measure_reference(trace, tokenizer, reference, report)
+        except (ShapeError, TokenizerError) as err:  # it cannot read this text
+            raise type(err)(f"measure.reference on {name}: {err}") from None
         write_reference(trace, out[name])
     return out

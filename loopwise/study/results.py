@@ -12,7 +12,6 @@ from loopwise.measure.reference import read_reference
 from loopwise.measure.trace import Trace
 from loopwise.models.checkpoint import Checkpoint
 from loopwise.models.costs import flops_per_token, parameters
-from loopwise.report.facts import read_results
 from loopwise.settings import RunConfig, resolved_table
 from loopwise.tokenizer import Tokenizer
 from loopwise.train.metrics import finite
@@ -62,22 +61,13 @@ def write_results(folder: Path, results: dict[str, Any]) -> Path:
     return path
 
 
-def add_references(folder: Path, traces: list[Trace]) -> None:
-    """What was stored beside traces of a run into its results, if it has any.
-
-    Raises:
-        RunFolderError: they are damaged.
-        WriteError: the disk refuses.
-    """
-    if not (folder / "results.json").is_file():
-        return
-    results = read_results(folder)
+def add_references(results: dict[str, Any], traces: list[Trace]) -> None:
+    """Put what is stored beside traces of a run into its results."""
     measured = {t.header["corpus"]: (t.n_tokens, read_reference(t)) for t in traces}
     for c in results["convergence"]:
         tokens, found = measured.get(c["corpus"], (None, None))
         if tokens == c["tokens"]:
             c["reference"] = found
-    write_results(folder, results)
 
 
 def passage(trace: Trace, tokenizer: Tokenizer, epsilon: float) -> list[dict[str, Any]]:

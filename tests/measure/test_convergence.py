@@ -387,6 +387,13 @@ def test_summary_of_a_hand_made_trace():
     json.dumps(finite(found), allow_nan=False)
 
 
+def test_a_trace_without_text_has_no_bits_per_byte():
+    ends = np.full(256, ByteTokenizer().eos_id, dtype=np.int32)
+    found = summarise(hand_made(target=ends), ByteTokenizer(), epsilon=1e-3)
+    assert np.isnan(found["bits_per_byte"]).all()
+    json.dumps(finite(found), allow_nan=False)
+
+
 def test_summary_at_horizon_one_and_without_a_training_mean():
     trace = hand_made(horizon=1, header={"trained_mean_depth": None})
     found = summarise(trace, ByteTokenizer(), epsilon=1e-3)

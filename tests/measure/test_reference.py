@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from loopwise.data import Document, PackedBlocks, generate, tokenize
-from loopwise.errors import TraceError
+from loopwise.errors import ShapeError, TraceError
 from loopwise.measure.convergence import byte_sums, summarise
 from loopwise.measure.reference import (
     measure_reference,
@@ -25,6 +25,7 @@ from loopwise.measure.trace import Trace, TraceInfo, write_trace
 from loopwise.models.base import LoopedLM
 from loopwise.models.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from loopwise.models.layers import row_seeds
+from loopwise.models.loopformer import LoopFormerConfig, LoopFormerModel
 from loopwise.models.recurrent import RecurrentConfig, RecurrentModel
 from loopwise.models.views import PackedView
 from loopwise.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer
@@ -181,3 +182,19 @@ def test_a_reference_is_called_by_its_source_or_its_run(tmp_path):
     assert name("smol", "SmolLM2-135M-Instruct.Q4_1.gguf") == "SmolLM2-135M-Instruct.Q4_1"
     assert name("llama", "0123456789abcdef" * 2 + "01234567") == "llama", "a snapshot's hash"
     assert name("mine/checkpoints/step-9") == "mine"
+    facts = {"converted_from": {"folder": "SmolLM2-135M"}, "retrofitted_from": {"checkpoint": "x"}}
+    looped = saved(tmp_path / "looped", make_model(), ByteTokenizer(), **facts)
+    assert name_of(looped) == "looped", "what was cut and looped is no longer its source"
+
+
+def test_a_piece_past_its_positions_is_refused_before_shorter_ones_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("loopwise.measure.reference._BATCH_LOGITS", 1)  # one piece at a time
+    trace = traced(tmp_path / "t", ["short", "a longer text than that"], seq=16)
+    config = LoopFormerConfig(
+        vocab_size=258, d_model=16, n_heads=2, d_ff=24, n_layers=1, max_positions=12
+    )
+    other = saved(tmp_path / "other", LoopFormerModel(config), ByteTokenizer())
+    seen: list[tuple[int, int]] = []
+    with pytest.raises(ShapeError, match="limit of 12"):
+        measure_reference(trace, ByteTokenizer(), other, lambda *done: seen.append(done))
+    assert not seen
