@@ -26,9 +26,10 @@ def main(folders: list[str]) -> None:
     print(markdown([row for name, f in frontiers for row in _rules(name, f)]))
     print()
     print(markdown([_types(name, c) for name, run in runs for c in run["convergence"]]))
+    hops = [row for name, run in runs for c in run["convergence"] for row in _hops(name, c)]
     fitted = [row for name, run in runs for row in _certificates(name, run["frontiers"])]
     tiers = [row for folder in folders for row in _tiers(Path(folder))]
-    for rows in (fitted, tiers):
+    for rows in (hops, fitted, tiers):
         if rows:
             print()
             print(markdown(rows))
@@ -67,6 +68,25 @@ def _types(name: str, c: dict[str, Any]) -> dict[str, str]:
     over = c["loss_optimal"]["over_null_nats"]
     headroom = f"{over['mean']:.3f} ({over['low']:.3f}-{over['high']:.3f})"
     return row | {"headroom over the null, nats": headroom}
+
+
+def _hops(name: str, c: dict[str, Any]) -> list[dict[str, str]]:
+    """Answer tokens by the look-ups they need."""
+    rows = []
+    for h in c["hops"]:
+        settled, right = h["settled_depth"], h["accuracy_by_depth"]
+        row = {
+            "run": name,
+            "corpus": c["corpus"],
+            "look-ups": str(h["hops"]),
+            "answer tokens": f"{h['tokens']:,}",
+            "settled depth": f"{settled['mean']:.2f} ({settled['low']:.2f}-{settled['high']:.2f})",
+            "worth of depth, nats": f"{h['depth_gain_nats']:.3f}",
+        }
+        rows.append(
+            row | {f"right at r={r}": f"{right[r - 1]:.0%}" for r in DEPTHS[:4] if r <= len(right)}
+        )
+    return rows
 
 
 def _rules(name: str, frontier: dict[str, Any]) -> list[dict[str, str]]:
