@@ -44,6 +44,7 @@ BOUND, BOUND_FROM_2 = "oracle-kl", "oracle-kl, from 2"
 RULES_ON = (BASE, "fixed depth", "look-ups")  # seed 0: every way to decide
 PARTS = ("fit", "judge", "judge", "judge")  # of equal length; no document is in two
 PART_TOKENS = 16_384
+CERTAIN_NATS = 0.05  # entropy of the output at recurrence 1
 SHOWN_DEPTHS = (1, 2, 4, 8)
 FRESH_FROM = 1_000_000  # built-in documents from this number on are in no training text
 _TABLE_WIDTH = 330
@@ -176,6 +177,7 @@ def judged(cell: Cell, folder: Path, settings: Row, tokens: int) -> Row:
         "tokens_seen": checkpoint.training["tokens_seen"],
         "judged_tokens": judge.n_tokens,
         **depths(yardstick),
+        "certain_share": float((judge["entropy"][:, 0] < CERTAIN_NATS).mean()),
         "gains": gains(yardstick, score, judge["kl_last"]),
     }
     first = entropy_first(parts["fit"], judge, yardstick)
@@ -213,6 +215,7 @@ def shown(row: Row) -> Row:
     line = {"cell": row["variant"], "seed": row["seed"]}
     line |= {f"depth {r}": f"{loss[r - 1]:.3f}" for r in SHOWN_DEPTHS} | _depth_columns(row)
     line["saturates"] = row["saturation"]["depth"]
+    line["certain at 1"] = f"{row['certain_share']:.1%}"
     return line | _gain_columns(row["gains"]) | {"kl depth": f"{at['mean_depth']:.2f}"}
 
 
