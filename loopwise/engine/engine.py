@@ -144,9 +144,11 @@ class Engine:
                 is wanted (teacher forcing under live exits).
         Raises:
             DataError: an empty prompt.
-            EngineError: a prompt that leaves no room, ids outside the vocabulary.
+            EngineError: a prompt that leaves no room, ids outside the vocabulary; weights that
+                have changed since they were packed.
             ExitError, DepthError: a rule that cannot decide token by token, or past ``max_depth``.
         """
+        self.runner.calls.check_weights()
         params = SamplingParams() if params is None else params
         params.check_vocab(self.model.geometry.vocab_size)
         rule = self.default_rule if exit is None else self._rule(exit)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch
@@ -35,6 +35,11 @@ def is_hooked(model: nn.Module) -> bool:
     return any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+def state_of(weights: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """Where each lies, and how often it has been written to."""
+    return [(w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]
+
+
 def packed(model: Model) -> Model:
     """A model of the same parameters whose linear layers multiply by packed copies of them."""
     shared = itertools.chain(model.parameters(), model.buffers())
@@ -53,7 +58,7 @@ def packed_head(model: LoopedLM) -> Callable[[Tensor], Tensor]:
 
 
 class PackedLinear(nn.Module):
-    """``nn.Linear`` for inference; later changes of ``weight`` do not reach it."""
+    """``nn.Linear`` for inference; later changes of ``weight`` do not reach it (see `state_of`)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from loopwise.engine.attention import Plan, RowsInPages
 from loopwise.engine.kv_cache import Ints, KVCache, Stage
-from loopwise.engine.packed import packed, packed_head
+from loopwise.engine.packed import packed, packed_head, state_of
 from loopwise.engine.rows import Batch, RowTable
+from loopwise.errors import EngineError
 from loopwise.exits.base import ExitPolicy, Observation, Output, Reads
 from loopwise.exits.rule import should_exit
 from loopwise.models.base import LoopedLM
@@ -224,6 +225,8 @@ class Calls:
 
     def __init__(self, model: LoopedLM, *, compile: bool, pack: bool) -> None:
         self.packed = pack
+        self._weights = list(model.parameters()) if pack else []
+        self._state = state_of(self._weights)
         self.head = packed_head(model) if pack else model.head
         model = packed(model) if pack else model
         rope = model.geometry.rope
@@ -264,6 +267,18 @@ class Calls:
             return torch.compile(function, dynamic=True, options={"guard_filter_fn": _shapes_only})
 
         self.prelude, self.core, self.hidden = ready(prelude), ready(core), ready(hidden)
+
+    def check_weights(self) -> None:
+        """Refuse a model whose weights are no longer those that were packed.
+
+        Raises:
+            EngineError: only its norms and embeddings would be the new ones.
+        """
+        if state_of(self._weights) != self._state:
+            raise EngineError(
+                "the model's weights have changed since this engine packed a copy of them; make a "
+                "new engine, or make this one with engine.packed=off"
+            )
 
 
 def _shapes_only(guards: Sequence[Any]) -> list[bool]:

@@ -41,8 +41,8 @@ class EngineConfig:
         kernels: ``auto`` builds the decode attention with the machine's C compiler, where there is
             one; :meth:`Engine.stats` says which is used.
         packed: ``auto`` keeps a second copy of bfloat16 weights as the processor's matrix products
-            want them, where that is faster and the model has no forward hooks. What becomes of the
-            weights or is hooked on later does not reach the engine then.
+            want them, where that is faster and the model has no forward hooks. Hooks of later do
+            not reach the engine then, and it refuses requests once the weights have changed.
     """
 
     exit: str = "fixed:8"

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from loopwise.engine import Engine, EngineConfig, SamplingParams, packed
+from loopwise.errors import EngineError
 from loopwise.tokenizer import ByteTokenizer
 from tests.conftest import make_model
 from tests.engine.decoding import ARCHITECTURES, build, finish
@@ -111,3 +112,28 @@ def test_a_hooked_model_is_not_packed():
     engine.generate(["a"], SamplingParams(max_tokens=2))
     assert engine.stats()["weights"] == "as stored"
     assert seen
+
+
+def _write(model):
+    with torch.no_grad():
+        next(model.parameters()).mul_(1.5)
+
+
+@needs_packing
+@pytest.mark.parametrize(
+    "change",
+    [_write, lambda model: model.load_state_dict(model.state_dict()), lambda model: model.float()],
+    ids=["written to", "loaded", "another dtype"],
+)
+def test_weights_that_changed_are_not_decoded_with_half_old(change):
+    """Norms and embeddings are the model's own and were new, all products the old ones."""
+    model = make_model().bfloat16()
+    engine = Engine(model, ByteTokenizer(), EngineConfig(max_seq=64, slots=4))
+    engine.generate(["a"], SamplingParams(max_tokens=2))
+    change(model)
+    with pytest.raises(EngineError, match="weights have changed"):
+        engine.generate(["a"], SamplingParams(max_tokens=2))
+    if model.dtype == torch.bfloat16:
+        plain = Engine(model, ByteTokenizer(), EngineConfig(max_seq=64, slots=4, packed="off"))
+        change(model)
+        assert plain.generate(["a"], SamplingParams(max_tokens=2))
