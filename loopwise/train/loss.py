@@ -134,11 +134,12 @@ class LoopedLoss:
         self.core_step: Callable[..., Tensor] = model.core_step
         self.read: Callable[..., Tensor] = self._read
         if compiled:
-            self.prelude = torch.compile(self.prelude, dynamic=False, backend=backend)
+            self.prelude = torch.compile(_of_its_own(self.prelude), dynamic=False, backend=backend)
             # Sizes never change, but r does: past its first value it becomes a symbol, so that a
             # model which reads r compiles once for recurrence 1 and once for all later ones.
-            self.core_step = torch.compile(self.core_step, dynamic=None, backend=backend)
-            self.read = torch.compile(self.read, dynamic=False, backend=backend)
+            core = _of_its_own(self.core_step)
+            self.core_step = torch.compile(core, dynamic=None, backend=backend)
+            self.read = torch.compile(_of_its_own(self.read), dynamic=False, backend=backend)
 
     def __call__(
         self,
@@ -220,3 +221,17 @@ class LoopedLoss:
             return own
         weight = self.objective.distil_weight
         return (1 - weight) * own + weight * distillation(logits, taught, targets.flatten())
+
+
+def _of_its_own(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function behind code that no other shares.
+
+    Compiled code is kept by code object, a few versions of each: the models of a grid would share
+    one, and the later ones run uncompiled.
+    """
+
+    def call(*args: Any) -> Tensor:
+        return function(*args)
+
+    call.__code__ = call.__code__.replace()
+    return call

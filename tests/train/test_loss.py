@@ -71,6 +71,26 @@ def test_any_depths_need_at_most_three_compilations_of_the_core(batch):
     torch.compiler.reset()
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's own, in tracing
+def test_every_model_of_a_grid_is_compiled(batch):
+    """Dynamo keeps eight versions of a function, and one function served all models of a class."""
+    compiled: list[int] = []
+
+    def count(graph, example_inputs):
+        compiled.append(len(graph.graph.nodes))
+        return graph.forward
+
+    torch.compiler.reset()
+    each = []
+    for cell in range(12):
+        before = len(compiled)
+        model = make_model(d_ff=8 * (cell + 1)).train()
+        LoopedLoss(model, backprop_depth=4, compiled=True, backend=count)(batch, 3)
+        each.append(len(compiled) - before)
+    assert len(set(each)) == 1 and each[0] >= 3, each
+    torch.compiler.reset()
+
+
 def test_noise_start_depends_on_the_seed_alone(batch):
     model = make_model(latent_init="noise")
     loss = LoopedLoss(model, backprop_depth=4)
