@@ -26,7 +26,7 @@ def test_a_run_larger_than_the_machine_is_refused_with_both_numbers(monkeypatch)
     with pytest.raises(
         ConfigError, match=r"needs about 0.5 GiB .* cpu has 0.2 GiB free; with --set"
     ):
-        training.check_memory(config("device=cpu"))
+        training.check_memory(config("device=cpu", "train.dtype=fp32"))
     monkeypatch.setattr(training, "free_memory_gib", lambda device: 64.0)
     training.check_memory(config())
     with pytest.raises(ConfigError, match=r"[\d,]+ parameters"):
