@@ -68,7 +68,8 @@ def fresh_memory(documents: int) -> float:
 
 def main() -> None:
     options = arguments(__doc__ or "")
-    cases = [(64, 512, 4)] if options.smoke else [(256, 1024, HORIZON), (256, 4096, HORIZON)]
+    whole = [(256, 1024, HORIZON), (256, 4096, HORIZON), (256, 16384, HORIZON // 2)]
+    cases = [(64, 512, 4)] if options.smoke else whole
     rows = []
     for d_model, vocab, horizon in cases:
         model, batch = make(d_model, vocab), make_blocks(20).batch(0, 4)
