@@ -14,13 +14,13 @@ import os
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
 from loopwise.errors import ConfigError, LoopwiseError
-from loopwise.registry import did_you_mean
+from loopwise.registry import did_you_mean, nearest
 
 T = TypeVar("T")
 
@@ -170,22 +170,23 @@ def parse_overrides(items: Sequence[str]) -> dict[str, Any]:
 
 
 def _unknown_key(root: type, key: str, where: str, fields: Mapping[str, Any]) -> str:
-    home = _section_of(root, key)
-    hint = f"; it belongs in [{home}];" if home else did_you_mean(key, fields) or ";"
+    homes = dict(reversed(list(_settings_of(root))))  # the first of one name counts
+    if key in homes:
+        hint = f"; it belongs in {homes[key]};"
+    elif not (hint := did_you_mean(key, fields)):
+        near = nearest(key, homes)
+        hint = f"; did you mean {near!r} in {homes[near]}?" if near else ";"
     section = f"section [{where.rstrip('.')}]" if where else "the top level"
     return f"unknown setting {key!r} in {section}{hint} known there: {', '.join(fields)}"
 
 
-def _section_of(cls: type, key: str, path: str = "") -> str | None:
-    """The section below ``cls`` that has a setting of exactly this name."""
+def _settings_of(cls: type, path: str = "") -> Iterator[tuple[str, str]]:
+    """Every setting of ``cls`` and of its sections, with the place where it is written."""
+    place = f"[{path.rstrip('.')}]" if path else "the top level"
+    yield from ((f.name, place) for f in dataclasses.fields(cls) if f.init)
     for name, hint in typing.get_type_hints(cls).items():
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-            if key in {f.name for f in dataclasses.fields(hint)}:
-                return f"{path}{name}"
-            found = _section_of(hint, key, f"{path}{name}.")
-            if found:
-                return found
-    return None
+            yield from _settings_of(hint, f"{path}{name}.")
 
 
 def _convert(hint: Any, value: Any, where: str, root: type | None = None) -> Any:

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from loopwise.errors import LoopwiseError
 
 
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The one of ``known`` that was meant, by letters or initials (``learning_rate``: ``lr``)."""
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    initials = "".join(part[:1] for part in re.split("[-_]", name))
+    return near[0] if near else initials if initials in names else None
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """``"; did you mean 'x'?"`` for the nearest of ``known``, or an empty string."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    near = nearest(name, known)
+    return "" if near is None else f"; did you mean {near!r}?"
 
 
 class Registry(Mapping[str, Any]):

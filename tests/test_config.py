@@ -101,6 +101,9 @@ def test_a_table_comes_back():
         ({"inner": {"qqq": 1}}, ["unknown setting 'qqq'", "section [inner]", "known there: rate"]),
         ({"layers": 1}, ["'layers'", "it belongs in [inner]"]),
         ({"horizon": 1}, ["'horizon'", "it belongs in [other]"]),
+        ({"inner": {"limit": 1}}, ["'limit'", "[inner]", "it belongs in the top level"]),
+        ({"horizn": 1}, ["'horizn'", "did you mean 'horizon' in [other]?"]),
+        ({"inner": {"colr": 1}}, ["'colr'", "did you mean 'colour' in the top level?"]),
     ],
 )
 def test_unknown_keys_say_where_and_what_was_meant(table, parts):

@@ -42,6 +42,11 @@ def test_a_near_name_is_suggested(table):
     )
 
 
+def test_a_name_spelled_out_is_known_by_its_initials():
+    assert did_you_mean("learning_rat", ["name", "lr"]) == "; did you mean 'lr'?"
+    assert did_you_mean("l-r", ["name"]) == ""
+
+
 def test_a_far_name_lists_what_there_is(table):
     with pytest.raises(ConfigError) as caught:
         table["zzz"]

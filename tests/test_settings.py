@@ -195,6 +195,12 @@ def test_a_setting_in_the_wrong_section_is_sent_to_the_right_one(override, home)
         build(override)
 
 
+@pytest.mark.parametrize("override", ["learning_rat=1", "train.learning_rate=1", "optim.learn_r=1"])
+def test_the_learning_rate_is_found_by_its_long_name(override):
+    with pytest.raises(ConfigError, match="did you mean 'lr'"):
+        build(override)
+
+
 def test_the_example_of_a_refused_set_is_a_setting_there_is():
     """Whoever copies the remedy must not run into the next error."""
     with pytest.raises(ConfigError) as caught:
