@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from loopwise.hub.auto.folder import (
 )
 from loopwise.hub.auto.inputs import read_inputs
 from loopwise.hub.auto.passes import Passed, exit_pass, uniform_pass
-from loopwise.hub.auto.plan import LayerIndex, Plan, make_plan
+from loopwise.hub.auto.plan import LayerIndex, Plan, asked_by, make_plan
 from loopwise.hub.auto.upload import ONE_FILE, UPLOAD_ARGUMENTS, upload
 from loopwise.hub.auto.versions import check_version
 from loopwise.hub.auto.view import BatchView, FrozenView
@@ -269,13 +270,30 @@ class LoopwiseForCausalLM(PreTrainedModel, GenerationMixin):
         Its own caches are made for that depth. An assistant model keeps its own depth.
 
         Args:
-            num_loops, exit: as for a call, at most one of them.
+            num_loops, exit: as for a call, at most one of them; a ``GenerationConfig`` may say
+                them too.
+        Raises:
+            ConfigError: ``assistant_early_exit``, which is for models of layers that run once.
         """
-        plan = self._plan(num_loops, exit)
+        given = args[0] if args else kwargs.get("generation_config")
+        if kwargs.get("assistant_early_exit") is not None:
+            raise ConfigError(
+                "assistant_early_exit counts layers; to draft with fewer recurrences load the same "
+                "folder again with num_loops=2 and give it as assistant_model="
+            )
+        plan = self._plan(*asked_by(num_loops, exit, (given, self.generation_config)))
         other = copy.copy(self)  # the same modules and weights; depth and caches of this call alone
         other.config = self.config.at(plan.rule.max_depth, plan.coda_entries)
         other.default_plan = plan
         return super(LoopwiseForCausalLM, other).generate(inputs, *args, **kwargs)
+
+    @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # its signature is looked at
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers does, without what stop strings need and a call does not."""
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        inputs.pop("tokenizer", None)
+        inputs.pop("assistant_tokenizer", None)
+        return inputs
 
     @staticmethod
     def create_masks_for_generate(attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loopwise.errors import ConfigError, ExitError
+from loopwise.errors import ConfigError, DepthError, ExitError
 from loopwise.exits.base import ExitPolicy, Reads
 from loopwise.exits.rule import ExitRule, build_policy, parse_rule
 from loopwise.measure.evaluate import check_depths
@@ -81,9 +81,33 @@ def make_plan(
     return Plan(rule, policy)
 
 
+def asked_by(
+    num_loops: int | None, exit: str | ExitRule | None, configs: Sequence[Any]
+) -> tuple[int | None, str | ExitRule | None]:
+    """``num_loops`` and ``exit`` of a generation: its arguments, else what a config of it says.
+
+    Args:
+        configs: transformers' ``GenerationConfig`` objects, the nearest first; None is none. That
+            of an assistant is a copy of the other model's and says nothing of its depth.
+    """
+    if num_loops is not None or exit is not None:
+        return num_loops, exit
+    for config in configs:
+        if config is None:
+            continue
+        if config.is_assistant:
+            break
+        said = (getattr(config, "num_loops", None), getattr(config, "exit", None))
+        if said != (None, None):
+            return said
+    return None, None
+
+
 def _uniform(depth: int) -> ExitRule:
     if not isinstance(depth, int) or isinstance(depth, bool):
         raise ConfigError(f"num_loops={depth!r} must be a whole number of recurrences")
+    if depth < 1:
+        raise DepthError(f"num_loops={depth} must be at least 1")
     return ExitRule(policy="fixed", max_depth=depth)
 
 

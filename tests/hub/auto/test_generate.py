@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loopwise.errors import ConfigError, ExitError
+from loopwise.errors import ConfigError, DepthError, ExitError
 from loopwise.exits.rule import build_policy, parse_rule
 from loopwise.measure.tiers import write_tiers
 from loopwise.models.checkpoint import load_checkpoint, write_exits
@@ -70,12 +70,43 @@ def test_depth_is_an_argument_of_generation(model):
     assert usual[0, len(IDS) :].tolist() == continued("fixed:3", IDS, 8)[0]
 
 
+@pytest.mark.parametrize("asked", [{"num_loops": 1}, {"exit": "latent-change:0.9,max=6"}])
+def test_a_generation_config_may_say_the_depth(model, path, asked):
+    """Once it was ignored: `GenerationConfig` takes any name, and nobody looked for these."""
+    settings = {"max_new_tokens": 8, **GREEDY}
+    wanted = model.generate(PROMPT, **asked, **settings)
+    other = model.generate(PROMPT, num_loops=5, **settings)
+    assert not torch.equal(wanted, other), "depth should matter"
+    config = transformers.GenerationConfig(**settings, **asked)
+    assert torch.equal(model.generate(PROMPT, generation_config=config), wanted)
+    assert torch.equal(model.generate(PROMPT, config), wanted)
+    assert torch.equal(model.generate(PROMPT, generation_config=config, num_loops=5), other)
+    draft, depths = load(path, num_loops=2), set()  # keeps its own depth
+    draft.recurrence.register_forward_hook(lambda _, given, out: depths.add(given[2]))
+    text = model.generate(PROMPT, generation_config=config, assistant_model=draft)
+    assert torch.equal(text, wanted) and depths == {1, 2}
+    model.generation_config = config
+    assert torch.equal(model.generate(PROMPT), wanted)
+
+
+def test_stop_strings(model, path):
+    """transformers hands the tokenizer that they need on to the model, which has no use for it."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    new = model.generate(PROMPT, max_new_tokens=40, **GREEDY)[0, len(IDS) :].tolist()
+    at = next(n for n, i in enumerate(new) if chr(i).isascii() and chr(i).isprintable())
+    stop = {"stop_strings": [chr(new[at])], "tokenizer": tokenizer}
+    text = model.generate(PROMPT, **stop, max_new_tokens=40, **GREEDY)
+    assert text[0, len(IDS) :].tolist() == new[: at + 1]
+
+
 @pytest.mark.parametrize(
     ("asked", "error", "part"),
     [
         ({"num_loops": 2, "exit": "kl:0.1"}, ConfigError, "contradict"),
         ({"exit": "balanced"}, ExitError, "no tier"),
         ({"num_loop": 2}, ValueError, "num_loop"),
+        ({"num_loops": 0}, DepthError, "num_loops=0 must be at least 1"),
+        ({"assistant_early_exit": 2}, ConfigError, "num_loops=2 and give it as assistant_model"),
     ],
 )
 def test_what_cannot_be_done_is_refused(model, asked, error, part):
