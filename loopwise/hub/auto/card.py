@@ -10,6 +10,11 @@ from loopwise.models.base import LoopedLM
 from loopwise.models.costs import flops_per_token, parameters
 
 _CONTEXT = 1024  # tokens that attention is priced at
+_LOOPED = (
+    "A depth-recurrent language model: one block of layers is applied again and again, and how "
+    "often is chosen when it runs."
+)
+_ONCE = "A language model of layers that run once, stored as a looped one of a single recurrence."
 _USE = """\
 ```python
 import loopwise.hub
@@ -18,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained("{name}")
 model = AutoModelForCausalLM.from_pretrained("{name}")
 ids = tokenizer("Once upon a time", return_tensors="pt")
-text = model.generate(**ids, {depth}, max_new_tokens=40)[0]
+text = model.generate(**ids, {depth}max_new_tokens=40)[0]
 print(tokenizer.decode(text, skip_special_tokens=True))
 ```"""
 
@@ -40,26 +45,25 @@ def model_card(
         num_loops: recurrences where a call does not say.
         tags: besides our own.
     """
-    tiers = exits.get("tiers", {})
-    depth = f'exit="{next(iter(tiers))}"' if tiers else f"num_loops={num_loops}"
-    known = ["loopwise", "depth-recurrent", f"loopwise-{model.name}"]
+    tiers, loops = exits.get("tiers", {}), model.geometry.max_depth != 1
+    depth = f'exit="{next(iter(tiers))}", ' if tiers else f"num_loops={num_loops}, " * loops
+    known = ["loopwise", *["depth-recurrent"] * loops, f"loopwise-{model.name}"]
     head = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags:"]
     head += [f"- {tag}" for tag in [*known, *(t for t in tags if t not in known)]]
     parts = [
         "\n".join([*head, "---"]),
         f"# {Path(name).name}",
-        "A depth-recurrent language model: one block of layers is applied again and again, and how "
-        "often is chosen when it runs. It needs the Python package `loopwise` (`pip install "
-        "loopwise[hub]`); no remote code.",
+        f"{_LOOPED if loops else _ONCE} It needs the Python package `loopwise` "
+        "(`pip install loopwise[hub]`); no remote code.",
         "Where transformers says that it does not recognize model type `loopwise`, the line "
         "`import loopwise.hub` is missing: it must come before the model is loaded.",
         _USE.format(name=name, depth=depth),
         "## Architecture",
         _architecture(model),
         "## Training",
-        _training(training, num_loops),
+        _training(training, num_loops if loops else None),
         "## Calibrated tiers",
-        _tiers(tiers),
+        _tiers(tiers) if loops else "None: there is one depth.",
         "## Results",
         _results(training, tiers),
     ]
@@ -83,15 +87,13 @@ def _architecture(model: LoopedLM) -> str:
     return _table(("", ""), rows)
 
 
-def _training(training: Mapping[str, Any], num_loops: int) -> str:
-    depth, data = training.get("depth", {}), training.get("data", {})
+def _training(training: Mapping[str, Any], num_loops: int | None) -> str:
+    """What is known of it; ``num_loops`` is None for a model that has one depth."""
+    data = training.get("data", {})
     lines = []
-    if depth.get("true_mean") is not None:
-        spread = f", {depth['min']} to {depth['max']}" if "min" in depth and "max" in depth else ""
-        lines.append(f"Trained at a mean depth of {depth['true_mean']:.3g} recurrences{spread}.")
-    else:
-        lines.append("The depth it was trained at is not known.")
-    lines.append(f"Runs {num_loops} recurrences unless told otherwise.")
+    if num_loops is not None:
+        lines.append(_trained_depth(training.get("depth", {})))
+        lines.append(f"Runs {_recurrences(num_loops)} unless told otherwise.")
     if training.get("tokens_seen") is not None:
         lines.append(f"{training['tokens_seen']:,} tokens seen.")
     if data.get("sources"):
@@ -101,7 +103,21 @@ def _training(training: Mapping[str, Any], num_loops: int) -> str:
         lines.append("Trained on with transformers since; the figures are from before.")
     if training.get("weights_rounded_to"):
         lines.append(f"Rounded to {training['weights_rounded_to']} since; not trained further.")
-    return " ".join(lines)
+    return " ".join(lines) or "Nothing is recorded."
+
+
+def _trained_depth(depth: Mapping[str, Any]) -> str:
+    if depth.get("true_mean") is None:
+        return "The depth it was trained at is not known."
+    low, high = depth.get("min"), depth.get("max")
+    if low is not None and low == high:
+        return f"Trained at a depth of {_recurrences(low)}."
+    spread = f", {low} to {high}" if low is not None and high is not None else ""
+    return f"Trained at a mean depth of {depth['true_mean']:.3g} recurrences{spread}."
+
+
+def _recurrences(number: int) -> str:
+    return f"{number} recurrence{'' if number == 1 else 's'}"
 
 
 def _origin(training: Mapping[str, Any]) -> list[str]:
@@ -115,6 +131,8 @@ def _origin(training: Mapping[str, Any]) -> list[str]:
             f"{of['prelude']} are the prelude, {of['core']} the core, which is looped, and "
             f"{of['coda']} the coda; it has no others of them."
         )
+        if not (training.get("tokens_seen") or training.get("weights_changed_by")):
+            lines.append("Not trained since: what it says beyond depth 1 is not to be relied on.")
     if source:
         what = f"{cut['checkpoint']} was converted" if cut else "Converted"
         lines.append(f"{what} from {source['folder']} ({source['format']}).")

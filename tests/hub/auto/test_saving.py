@@ -22,6 +22,7 @@ from tests.hub.auto.folders import ARCHITECTURES, IDS, TRAINING, build, gap, pla
 
 transformers = pytest.importorskip("transformers")
 import loopwise.hub  # noqa: E402, F401 - what makes the Auto classes know us
+from loopwise.hub.auto.card import model_card  # noqa: E402
 from loopwise.hub.auto.config import LoopwiseConfig  # noqa: E402
 from loopwise.hub.auto.model import LoopwiseForCausalLM  # noqa: E402
 
@@ -341,6 +342,28 @@ def test_what_is_uploaded_is_a_checkpoint_with_a_card(tmp_path, monkeypatch):
     shutil.rmtree(uploaded)
     model.save_pretrained(tmp_path / "local", push_to_hub=True, repo_id="someone/other")
     assert calls["repo_id"] == "someone/other" and (uploaded / "exits.json").is_file()
+
+
+def test_the_card_of_a_model_of_one_recurrence_promises_no_depth(tmp_path):
+    """Its layers run once: it was called depth-recurrent, with tiers to be made."""
+    load(saved(tmp_path, "fixed")).save_pretrained(tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "layers that run once" in card and "None: there is one depth." in card
+    for part in ("depth-recurrent", "again and again", "num_loops", "calibrate", "mean depth"):
+        assert part not in card, part
+
+
+@pytest.mark.parametrize(
+    ("since", "told"),
+    [({}, True), ({"tokens_seen": 512}, False), ({"weights_changed_by": "transformers"}, False)],
+)
+def test_the_card_says_that_a_retrofit_was_not_trained_yet(since, told):
+    layers = {"prelude": [0], "core": [1], "coda": [2]}
+    once = {"true_mean": 1.0, "min": 1, "max": 1}
+    facts = {"retrofitted_from": {"checkpoint": "x", "layers": layers}, "depth": once, **since}
+    card = model_card(build("raven"), facts, {}, name="y", num_loops=1)
+    assert ("Not trained since: what it says beyond depth 1" in card) == told
+    assert "Trained at a depth of 1 recurrence. Runs 1 recurrence unless" in card
 
 
 def test_what_lies_on_the_hub_is_read_beside_the_weights(tmp_path, monkeypatch):
