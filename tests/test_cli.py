@@ -619,7 +619,7 @@ def test_data_can_be_mended_and_the_same_command_run_again(tmp_path):
     ],
     ids=lambda x: " ".join(x)[-40:] if x[0].startswith("--") else "",
 )
-def test_bad_settings_are_one_line_and_leave_no_folder(tmp_path, arguments, parts):
+def test_u78_bad_settings_are_one_line_and_leave_no_folder(tmp_path, arguments, parts):
     (tmp_path / "broken.toml").write_text("[train\n")
     (tmp_path / "wrong.toml").write_text("[train]\nsteppes = 3\n")
     arguments = [a.format(t=tmp_path) for a in arguments]
@@ -891,7 +891,7 @@ def test_exits_of_other_weights_are_one_line(a_run):
     ],
     ids=" ".join,
 )
-def test_wrong_usage_ends_with_code_2(arguments):
+def test_u78_wrong_usage_ends_with_code_2(arguments):
     result = run(*arguments)
     assert result.exit_code == 2
     assert "Traceback" not in result.output

@@ -106,7 +106,7 @@ def test_a_table_comes_back():
         ({"inner": {"colr": 1}}, ["'colr'", "did you mean 'colour' in the top level?"]),
     ],
 )
-def test_unknown_keys_say_where_and_what_was_meant(table, parts):
+def test_u78_unknown_keys_say_where_and_what_was_meant(table, parts):
     with pytest.raises(ConfigError) as caught:
         build(**table)
     for part in parts:
@@ -141,7 +141,7 @@ def test_unknown_keys_say_where_and_what_was_meant(table, parts):
         ({"name": None}, ["name=None"]),
     ],
 )
-def test_values_of_the_wrong_type_are_refused_with_their_path(table, parts):
+def test_u78_values_of_the_wrong_type_are_refused_with_their_path(table, parts):
     with pytest.raises(ConfigError) as caught:
         build(**table)
     for part in parts:
@@ -163,7 +163,7 @@ def test_toml_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"[inner\n", b"a = \n", b"a=1\na=2\n", b"\xff\xfe", b"a: 1\n"])
-def test_broken_toml_names_the_file(tmp_path, content):
+def test_u78_broken_toml_names_the_file(tmp_path, content):
     file = tmp_path / "broken.toml"
     file.write_bytes(content)
     with pytest.raises(ConfigError, match=r"broken\.toml.*not valid TOML"):

@@ -190,13 +190,13 @@ def test_what_cannot_be_run_is_refused_with_the_value(override, message):
         ("model.backprop_depth=2", "depth"),
     ],
 )
-def test_a_setting_in_the_wrong_section_is_sent_to_the_right_one(override, home):
+def test_u78_a_setting_in_the_wrong_section_is_sent_to_the_right_one(override, home):
     with pytest.raises(ConfigError, match=rf"belongs in \[{home}\]"):
         build(override)
 
 
 @pytest.mark.parametrize("override", ["learning_rat=1", "train.learning_rate=1", "optim.learn_r=1"])
-def test_the_learning_rate_is_found_by_its_long_name(override):
+def test_u78_the_learning_rate_is_found_by_its_long_name(override):
     with pytest.raises(ConfigError, match="did you mean 'lr'"):
         build(override)
 

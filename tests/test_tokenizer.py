@@ -72,7 +72,7 @@ def check_round_trip(tokenizer: Tokenizer, text: str) -> None:
 
 
 @BOTH
-def test_a_thousand_fuzzed_strings_come_back_exactly(tokenizer: Tokenizer) -> None:
+def test_u76_a_thousand_fuzzed_strings_come_back_exactly(tokenizer: Tokenizer) -> None:
     texts = fuzzed(1000)
     for text in texts:
         check_round_trip(tokenizer, text)
@@ -82,13 +82,13 @@ def test_a_thousand_fuzzed_strings_come_back_exactly(tokenizer: Tokenizer) -> No
 @BOTH
 @settings(deadline=None, max_examples=50)
 @given(text=st.text())
-def test_any_string_comes_back_exactly(tokenizer: Tokenizer, text: str) -> None:
+def test_u76_any_string_comes_back_exactly(tokenizer: Tokenizer, text: str) -> None:
     check_round_trip(tokenizer, text)
 
 
 @BOTH
 @pytest.mark.parametrize("text", SPELLED)
-def test_a_spelled_special_token_stays_text(tokenizer: Tokenizer, text: str) -> None:
+def test_u77_a_spelled_special_token_stays_text(tokenizer: Tokenizer, text: str) -> None:
     for copied in (tokenizer, copy.deepcopy(tokenizer), tokenizer_from_json(tokenizer.to_json())):
         check_round_trip(copied, text)
 

@@ -71,7 +71,7 @@ def test_records_are_read_whatever_they_are_packed_in(tmp_path: Path, suffix: st
     assert f"{broken}: not a readable Parquet file" in refusal(broken)
 
 
-def test_bytes_that_are_not_utf8_under_the_three_policies(tmp_path: Path) -> None:
+def test_u70_bytes_that_are_not_utf8_under_the_three_policies(tmp_path: Path) -> None:
     path = written(tmp_path / "a.txt", FIVE_LINES)
     message = refusal(path, split="line")
     assert f"{path}: line 3: byte 0x92 at position 3" in message
@@ -92,7 +92,7 @@ def test_a_skipped_line_takes_its_document_along_where_a_document_has_lines(tmp_
     assert "four" not in texts and report.skipped["bad utf-8"] == 1
 
 
-def test_json_lines_that_hold_no_text_are_counted(tmp_path: Path) -> None:
+def test_u71_json_lines_that_hold_no_text_are_counted(tmp_path: Path) -> None:
     rows = [{"text": ""}, {"text": " \n"}, {"text": None}, {"body": "x"}, {"text": "good"}]
     path = jsonl(tmp_path / "a.jsonl", *rows)
     texts, report = read(path)
@@ -119,7 +119,7 @@ def test_half_a_surrogate_pair_in_json_is_a_bad_byte(tmp_path: Path) -> None:
     assert read(path, encoding_errors="replace")[0][0].startswith("a\ufffd")
 
 
-def test_lines_end_at_lf_and_crlf_only(tmp_path: Path) -> None:
+def test_u72_lines_end_at_lf_and_crlf_only(tmp_path: Path) -> None:
     lines = ["a\u2028b\u2029c", "d\x0be\x0cf\x85g", "h\ri"]
     unix = written(tmp_path / "unix.txt", "\n".join(lines) + "\n")
     dos = written(tmp_path / "dos.txt", "\r\n".join(lines) + "\r\n")

@@ -91,7 +91,7 @@ def test_every_token_is_a_target_once_per_epoch(lengths, seq, shuffle) -> None:
         check_blocks(blocks, epoch)
 
 
-def test_the_order_of_documents_changes_with_epoch_and_seed_only() -> None:
+def test_u74_the_order_of_documents_changes_with_epoch_and_seed_only() -> None:
     store = numbered_store([5] * 40)
     epochs = [PackedBlocks(store, 8, seed=s).batch(25 * e, 25) for s in (0, 1) for e in (0, 1)]
     for one, other in itertools.combinations(epochs, 2):
@@ -120,7 +120,7 @@ def test_a_batch_is_its_blocks_also_across_epochs() -> None:
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3")  # on fewer than 3 cores
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("workers", [0, 1, 3])
-def test_ranks_and_workers_share_an_epoch_exactly(world_size: int, workers: int) -> None:
+def test_u74_ranks_and_workers_share_an_epoch_exactly(world_size: int, workers: int) -> None:
     store = numbered_store([2 + i % 9 for i in range(54)])
     blocks = PackedBlocks(store, 6, seed=1)
     accumulation = 2 // world_size
@@ -143,8 +143,9 @@ def test_ranks_and_workers_share_an_epoch_exactly(world_size: int, workers: int)
     assert targets_of(seen) == Counter(set(range(store.n_tokens)) - set(store.offsets.tolist()))
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 2")  # on one core
 @pytest.mark.parametrize("workers", [0, 2])
-def test_resuming_at_a_step_reads_on_exactly(workers: int) -> None:
+def test_u56_resuming_at_a_step_reads_on_exactly(workers: int) -> None:
     blocks = PackedBlocks(numbered_store([9] * 30), 6, seed=1)
     sizes = {"micro_batch": 2, "accumulation": 2, "world_size": 2, "rank": 1}
     whole = [
@@ -181,7 +182,7 @@ def test_wrong_sizes_are_refused_with_their_values() -> None:
 
 
 @pytest.mark.parametrize("tokenizer", [BYTES, BPE, TOLD], ids=["byte", "bpe", "told"])
-def test_special_ids_stand_at_the_ends_of_documents_only(tokenizer) -> None:
+def test_u77_special_ids_stand_at_the_ends_of_documents_only(tokenizer) -> None:
     spelled = Document("a <|endoftext|> b <|bos|><|eos|>")
     documents = [spelled, *STORIES[:3], Document("plain")]
     store = tokenize(documents, tokenizer)
@@ -216,7 +217,7 @@ def test_text_no_tokenizer_can_hold_is_refused_with_its_source() -> None:
         tokenize(documents, BPE)
 
 
-def test_crlf_and_lf_copies_give_equal_tokens(tmp_path: Path) -> None:
+def test_u72_crlf_and_lf_copies_give_equal_tokens(tmp_path: Path) -> None:
     text = "One line.\nAnother.\n\nA third.\n"
     (tmp_path / "unix.txt").write_bytes(text.encode())
     (tmp_path / "dos.txt").write_bytes(text.replace("\n", "\r\n").encode())

@@ -14,6 +14,7 @@ from loopwise.train.loss import LoopedLoss
 from loopwise.train.optim import OptimConfig, Optimizer
 from loopwise.train.recurrence import DepthConfig, DepthSampler
 from tests.conftest import make_blocks, make_model
+from tests.memory import LiveBytes
 
 
 def _train(depth: DepthConfig, steps: int) -> torch.nn.Module:
@@ -43,7 +44,7 @@ def _sweep(model, depth: DepthConfig, folder):
     return summarise(trace, ByteTokenizer(), epsilon=1e-3)
 
 
-def test_a_depth_sweep_tells_a_plateau_from_a_sharp_optimum(tmp_path):
+def test_u07_a_depth_sweep_tells_a_plateau_from_a_sharp_optimum(tmp_path):
     """Trained at one depth only, a model is worse at others; trained at random depths it is not."""
     fixed = DepthConfig(kind="fixed", mean=4.0, backprop_depth=4)
     random = DepthConfig(kind="uniform", mean=4.5, backprop_depth=4)
@@ -60,13 +61,13 @@ def test_a_depth_sweep_tells_a_plateau_from_a_sharp_optimum(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_deep_trajectories_stay_finite_and_report_their_size(batch, dtype):
+def test_u08_deep_trajectories_stay_finite_and_report_their_size(batch, dtype):
     columns = trace_batch(make_model().to(dtype), batch, 64)
     assert columns["rms"].shape[1] == 64
     assert columns["rms"].isfinite().all()
 
 
-def test_divergence_is_an_error_that_names_the_recurrence(batch):
+def test_u08_divergence_is_an_error_that_names_the_recurrence(batch):
     model = make_model()
     step = model.core_step
     model.core_step = lambda latent, *rest: (step(latent, *rest) + 1e3 * latent) * 1e3
@@ -74,12 +75,21 @@ def test_divergence_is_an_error_that_names_the_recurrence(batch):
         trace_batch(model, batch, 64)
 
 
-def test_only_the_asked_latents_are_kept(tiny_model, batch):
+def test_u10_only_the_asked_latents_are_kept(tiny_model, batch):
     found = latents_at(tiny_model, batch, [1, 8])
     assert sorted(found) == [1, 8]
     assert found[8].shape == (*batch.token_ids.shape, tiny_model.geometry.d_model)
     with pytest.raises(DepthError, match="depth 0"):
         latents_at(tiny_model, batch, [0])
+
+
+def test_u10_scoring_at_a_depth_takes_no_more_memory_for_more_depth(tiny_model, batch):
+    def peak(depth: int) -> int:
+        with LiveBytes() as memory:
+            loss_by_depth(tiny_model, [batch], [depth])
+        return memory.peak
+
+    assert peak(32) < 1.1 * peak(4)
 
 
 def test_loss_at_a_depth_does_not_hang_on_the_others_asked_for(tiny_model):

@@ -58,7 +58,7 @@ def test_the_forward_pass_is_that_of_slow_loops(changes: dict[str, Any]) -> None
     assert gap(logits_of(model.float(), A), wanted) < 1e-4
 
 
-def test_documents_of_a_row_do_not_see_one_another() -> None:
+def test_u65_documents_of_a_row_do_not_see_one_another() -> None:
     model = tiny()
     other = [(token * 7 + 3) % 31 for token in A]
     alone = logits_of(model, B)
@@ -94,7 +94,7 @@ def test_it_has_the_parameters_of_a_llama_of_its_shape() -> None:
     assert total == 134_515_008, "SmolLM2-135M, the same shape, has so many"
 
 
-def test_evaluation_draws_nothing() -> None:
+def test_u05_evaluation_draws_nothing() -> None:
     model = tiny().float()
     torch.manual_seed(0)
     first = logits_of(model, A, B)
@@ -104,7 +104,7 @@ def test_evaluation_draws_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_many_layers_stay_finite(dtype: torch.dtype) -> None:
+def test_u08_many_layers_stay_finite(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = FixedModel(replace(TINY, n_layers=64)).to(dtype)
     logits = logits_of(model, A, B)

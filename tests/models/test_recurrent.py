@@ -102,7 +102,7 @@ def test_one_document_without_document_ids_is_the_same() -> None:
 
 @pytest.mark.parametrize("depth", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_documents_of_a_row_do_not_see_one_another(dtype: torch.dtype, depth: int) -> None:
+def test_u65_documents_of_a_row_do_not_see_one_another(dtype: torch.dtype, depth: int) -> None:
     """Packing leaked across documents."""
     model = tiny().to(dtype)
     other = [(token * 7 + 3) % 31 for token in A]
@@ -175,7 +175,7 @@ def test_untying_and_adding_change_only_the_matrices_they_name() -> None:
     assert untied["unembedding.weight"] == (31, 16)
 
 
-def test_noise_belongs_to_its_seed_alone() -> None:
+def test_u05_noise_belongs_to_its_seed_alone() -> None:
     model = tiny(latent_init="noise")
     seeds = torch.tensor([5, 0, 7, 5, 123_456_789_012, 2**62, 1])
     rows = model.initial_latent(torch.zeros(7, 16, dtype=torch.float64), seeds)
@@ -193,7 +193,7 @@ def test_noise_belongs_to_its_seed_alone() -> None:
     assert torch.equal(none, rows[[1, 1]]), "no seeds means seed 0 everywhere"
 
 
-def test_noise_does_not_touch_the_global_generator() -> None:
+def test_u05_noise_does_not_touch_the_global_generator() -> None:
     model = tiny(latent_init="noise")
     injection = torch.zeros(3, 16, dtype=torch.float64)
     torch.manual_seed(1)
@@ -222,7 +222,7 @@ def test_noise_is_standard_normal() -> None:
 
 
 @pytest.mark.parametrize("latent_init", ["zeros", "injection", "noise"])
-def test_evaluation_draws_nothing(latent_init: str) -> None:
+def test_u05_evaluation_draws_nothing(latent_init: str) -> None:
     """Two evaluations of one checkpoint disagreed."""
     model = tiny(latent_init=latent_init).float()
     torch.manual_seed(0)
@@ -268,7 +268,7 @@ def test_the_loop_equals_its_untied_copies_in_a_row(injection: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("injection", ["concat", "add"])
-def test_sixty_four_recurrences_stay_finite(injection: str, dtype: torch.dtype) -> None:
+def test_u08_sixty_four_recurrences_stay_finite(injection: str, dtype: torch.dtype) -> None:
     """Values grew without bound past the trained depth."""
     torch.manual_seed(0)
     fresh = RecurrentModel(replace(TINY, injection=injection)).to(dtype)

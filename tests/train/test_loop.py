@@ -25,6 +25,7 @@ from loopwise.train.metrics import MetricLog, read_metrics
 from loopwise.train.optim import OptimConfig, lr_factor
 from loopwise.train.recurrence import DepthConfig, DepthSchedule
 from tests.conftest import full_disk, make_blocks, make_model
+from tests.memory import LiveBytes
 
 
 def make_trainer(folder: Path, *, steps: int = 12, optim: str = "muon", **changes) -> Trainer:
@@ -56,8 +57,9 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_checkpoint(folder).model.state_dict()
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 2")  # on one core
 @pytest.mark.parametrize("optim", ["muon", "adamw"])
-def test_resume_is_bit_equal_to_an_unbroken_run(tmp_path, optim, monkeypatch):
+def test_u56_resume_is_bit_equal_to_an_unbroken_run(tmp_path, optim, monkeypatch):
     """Mid-epoch, shuffled, two loader workers, accumulation 3; the kill comes between saves."""
     changes = {"steps": 40, "workers": 2, "accumulation": 3, "save_every": 10, "optim": optim}
     straight = make_trainer(tmp_path / "straight", **changes)
@@ -136,7 +138,7 @@ def test_a_signal_is_not_lost_where_a_run_ends_by_an_error(tmp_path):
     assert make_trainer(tmp_path).run(resume=True)["step"] == 12
 
 
-def test_accumulation_weights_by_target_tokens(tmp_path):
+def test_u60_accumulation_weights_by_target_tokens(tmp_path):
     """Eight unequal sequences as 8x1, 4x2 and 1x8 give one gradient."""
     norms, losses = [], []
     for micro_batch in (8, 4, 2, 1):
@@ -152,6 +154,17 @@ def test_accumulation_weights_by_target_tokens(tmp_path):
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-6)
 
 
+def test_u60_accumulated_batches_keep_no_graphs(tmp_path):
+    peaks = []
+    for accumulation in (1, 8):
+        folder = tmp_path / str(accumulation)
+        trainer = make_trainer(folder, steps=1, micro_batch=1, accumulation=accumulation)
+        with LiveBytes() as memory:
+            trainer.run()
+        peaks.append(memory.peak)
+    assert peaks[1] < 1.2 * peaks[0]
+
+
 def _poison(trainer: Trainer, at_step: int) -> None:
     collect = trainer.optimizer.collect_gradients
 
@@ -162,7 +175,7 @@ def _poison(trainer: Trainer, at_step: int) -> None:
     trainer.optimizer.collect_gradients = poisoned
 
 
-def test_a_non_finite_gradient_stops_before_the_update_and_names_the_step(tmp_path):
+def test_u59_a_non_finite_gradient_stops_before_the_update_and_names_the_step(tmp_path):
     trainer = make_trainer(tmp_path)
     _poison(trainer, 8)
     before = {}
@@ -181,7 +194,7 @@ def test_a_non_finite_gradient_stops_before_the_update_and_names_the_step(tmp_pa
     assert events[-1]["norm"] is None  # valid JSON
 
 
-def test_skip_mode_counts_and_goes_on(tmp_path):
+def test_u59_skip_mode_counts_and_goes_on(tmp_path):
     trainer = make_trainer(tmp_path, non_finite="skip")
     _poison(trainer, 8)
     trainer.run()
@@ -200,7 +213,7 @@ def test_in_training_loss_equals_the_loss_of_the_saved_checkpoint(tmp_path):
         assert again[int(depth)] == pytest.approx(loss, abs=1e-5)
 
 
-def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path, monkeypatch):
+def test_u58_a_full_disk_leaves_the_earlier_checkpoint(tmp_path, monkeypatch):
     trainer = make_trainer(tmp_path)
 
     def full(*args, **kwargs):
@@ -216,7 +229,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("room", "error"), [(0, WriteError), (200_000, CheckpointError)])
-def test_a_disk_that_fills_up_while_training_is_one_line(tmp_path, room, error):
+def test_u58_a_disk_that_fills_up_while_training_is_one_line(tmp_path, room, error):
     """The log, or the optimiser's state, whose writer does not say OSError."""
     trainer = make_trainer(tmp_path)
     later = ExitStack()  # 200,000 bytes: between the weights and the optimiser's state
@@ -244,7 +257,7 @@ trainer.run(resume=len(sys.argv) > 2)
 """
 
 
-def test_a_kill_at_any_moment_leaves_a_loadable_checkpoint(tmp_path):
+def test_u58_a_kill_at_any_moment_leaves_a_loadable_checkpoint(tmp_path):
     """SIGKILL while saving after every step, again and again, resuming from what is there."""
     root = Path(__file__).parents[2]
     last = -1
@@ -278,7 +291,7 @@ def test_low_precision_weights_are_copies_of_float32_masters(tmp_path):
         assert torch.equal(trainer.optimizer.params[name], master.bfloat16()), name
 
 
-def test_readers_keep_the_latest_segment_after_a_crash(tmp_path):
+def test_u80_readers_keep_the_latest_segment_after_a_crash(tmp_path):
     path = tmp_path / "metrics.jsonl"
     log = MetricLog(path)
     for step in range(1, 28):

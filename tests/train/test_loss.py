@@ -12,6 +12,7 @@ from loopwise.errors import ConfigError
 from loopwise.models.views import PackedView
 from loopwise.train.loss import LoopedLoss, ObjectiveConfig, Teacher
 from tests.conftest import make_model
+from tests.memory import LiveBytes
 
 
 def _gradients(model, loss) -> dict[str, torch.Tensor]:
@@ -26,7 +27,7 @@ def _assert_close(a, b, tolerance):
 
 
 @pytest.mark.parametrize(("depth", "through"), [(1, 4), (4, 4), (6, 2), (5, 1)])
-def test_gradients_equal_a_hand_written_truncation(batch, depth, through):
+def test_u69_gradients_equal_a_hand_written_truncation(batch, depth, through):
     model = make_model().double().train()
     ours = _gradients(model, LoopedLoss(model, backprop_depth=through)(batch, depth))
     view = PackedView(model.geometry.rope, batch.positions, batch.document_ids, torch.float64)
@@ -43,11 +44,29 @@ def test_gradients_equal_a_hand_written_truncation(batch, depth, through):
     _assert_close(ours, _gradients(model, loss), 1e-5)  # the loss itself is float32
 
 
-def test_recomputing_each_recurrence_leaves_gradients_unchanged(batch):
+def test_u69_recomputing_each_recurrence_leaves_gradients_unchanged(batch):
     model = make_model().train()
     plain = _gradients(model, LoopedLoss(model, backprop_depth=16)(batch, 16))
     again = LoopedLoss(model, backprop_depth=16, checkpoint_recurrences=True)
     _assert_close(plain, _gradients(model, again(batch, 16)), 1e-4)
+
+
+def _peak_bytes(batch, depth, through, **changes) -> int:
+    model = make_model().train()
+    loss = LoopedLoss(model, backprop_depth=through, **changes)
+    with LiveBytes() as memory:
+        loss(batch, depth).backward()
+    return memory.peak
+
+
+def test_u69_memory_follows_the_truncation_and_not_the_depth(batch):
+    assert _peak_bytes(batch, 32, 2) < 1.2 * _peak_bytes(batch, 4, 2)
+    assert _peak_bytes(batch, 32, 32) > 4 * _peak_bytes(batch, 4, 4), "else nothing was measured"
+
+
+def test_u69_recomputing_each_recurrence_takes_less_than_half_the_memory(batch):
+    again = _peak_bytes(batch, 16, 16, checkpoint_recurrences=True)
+    assert again < 0.5 * _peak_bytes(batch, 16, 16)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's own, in tracing
