@@ -223,11 +223,13 @@ def choose_rule(checkpoint: Checkpoint, depth: int | None, exit_rule: str | None
     """The rule or tier asked for; by default uniform depth at the training mean.
 
     Raises:
-        ConfigError: both a depth and a rule.
+        ConfigError: both a depth and a rule, or a depth that is none.
         ExitError: a rule that cannot be read, or a tier that was not calibrated.
     """
     if depth is not None and exit_rule is not None:
         raise ConfigError("give --depth or --exit, not both")
+    if depth is not None and depth < 1:
+        raise ConfigError(f"--depth {depth} must be at least 1, the recurrences of every token")
     limit = checkpoint.model.geometry.max_depth
     usual = min(round(checkpoint.trained_mean_depth or 1), limit or 256)
     if exit_rule is not None:

@@ -837,8 +837,8 @@ def test_broken_results_are_one_line(tmp_path, content):
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["--depth", "0"], ["0 must be at least 1"]),
-        (["--depth", "-1"], ["-1 must be at least 1"]),
+        (["--depth", "0"], ["--depth 0 must be at least 1"]),
+        (["--depth", "-1"], ["--depth -1 must be at least 1"]),
         (["--depth", "100000"], ["past the limit"]),
         (["--exit", "kl:abc"], ["'abc' is not a number"]),
         (["--exit", "kl:nan"], ["not a number"]),

@@ -11,10 +11,8 @@ import typer
 from loopwise.cli.app import app
 from loopwise.cli.options import (
     ConfigOption,
-    DataOption,
     DebugOption,
     JsonOption,
-    OutOption,
     SetOption,
     listed,
     settings_table,
@@ -25,10 +23,15 @@ from loopwise.cli.running import Kept, command, nothing_kept
 @app.command()
 def measure(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint or run folder.")],
-    data: DataOption = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option("--data", help="Text, as for train; by default what the run held out."),
+    ] = None,
     config: ConfigOption = None,
     set_: SetOption = None,
-    out: OutOption = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder of the traces; default: traces/ of RUN.")
+    ] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:

@@ -12,7 +12,9 @@ from loopwise.errors import ConfigError
 
 DataOption = Annotated[
     list[str] | None,
-    typer.Option("--data", help="Text: files, folders, globs, hub:OWNER/NAME, builtin:stories."),
+    typer.Option(
+        "--data", help="Text: files, folders, globs, hub:OWNER/NAME, wikitext2, builtin:stories."
+    ),
 ]
 HeldOutOption = Annotated[
     list[str] | None,
