@@ -146,12 +146,16 @@ def tell_puzzle(
     draft.kind, draft.layout = rng.randrange(12), rng.choice(_LAYOUTS)
     asked = chain(draft, hops)
     chains = [asked] + [chain(draft, rng.randint(1, 4)) for _ in range(distractors)]
+    return Puzzle(interleave(rng, chains, order), asked)
+
+
+def interleave(rng: random.Random, chains: list[Chain], order: str) -> tuple[Fact, ...]:
+    """The facts of all chains in the order they are told, which is ``order`` along each of them."""
     if order == "any":
         told = [fact for one in chains for fact in one.facts]
         rng.shuffle(told)
-    else:
-        queues = [list(one.facts if order == "backward" else one.facts[::-1]) for one in chains]
-        turns = [i for i, queue in enumerate(queues) for _ in queue]
-        rng.shuffle(turns)
-        told = [queues[i].pop() for i in turns]
-    return Puzzle(tuple(told), asked)
+        return tuple(told)
+    queues = [list(one.facts if order == "backward" else one.facts[::-1]) for one in chains]
+    turns = [i for i, queue in enumerate(queues) for _ in queue]
+    rng.shuffle(turns)
+    return tuple(queues[i].pop() for i in turns)

@@ -1,8 +1,8 @@
 """The built-in corpus: endless small English texts whose answers need a known number of look-ups.
 
-Two registers of the same puzzles (:mod:`loopwise.data.puzzles`). ``stories`` is narrative prose,
-written here; ``ledgers`` is terse records (:mod:`loopwise.data.ledgers`). Document ``i`` depends on
-(corpus, seed, i) alone.
+Three registers of the same puzzles (:mod:`loopwise.data.puzzles`). ``stories`` is narrative prose,
+written here; ``ledgers`` is terse records (:mod:`loopwise.data.ledgers`); ``lookups`` is links and
+questions alone (:mod:`loopwise.data.lookups`). Document ``i`` depends on (corpus, seed, i) alone.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 from loopwise.data.documents import Document
 from loopwise.data.ledgers import write_ledger
+from loopwise.data.lookups import write_lookups
 from loopwise.data.puzzles import (
     BOYS,
     COLOURS,
@@ -309,7 +310,11 @@ def _fill(draft: Draft, templates: tuple[str, ...]) -> str:
     )
 
 
-CORPORA: dict[str, Callable[[Draft], None]] = {"stories": _write_story, "ledgers": write_ledger}
+CORPORA: dict[str, Callable[[Draft], None]] = {
+    "stories": _write_story,
+    "ledgers": write_ledger,
+    "lookups": write_lookups,
+}
 
 
 def check_corpus(corpus: str) -> None:

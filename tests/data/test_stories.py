@@ -70,6 +70,15 @@ def test_a_reader_of_the_text_alone_finds_the_answers_of_a_ledger() -> None:
     assert set(checked) >= set(range(1, MAX_HOPS + 1))
 
 
+def test_all_chains_of_look_ups_are_asked_about() -> None:
+    for index in range(100):
+        document, puzzles = compose("lookups", 5, index)
+        facts, questions = document.text.split("\n"), [p.asked.question for p in puzzles]
+        assert len(puzzles[0].told) == sum(p.hops for p in puzzles)
+        assert len(set(questions)) == len(questions) >= 3
+        assert len(facts) == len(puzzles[0].told) + len(questions) + 1
+
+
 @EACH
 def test_the_answer_is_not_simply_what_was_told_last(corpus: str) -> None:
     last = total = 0
@@ -80,11 +89,16 @@ def test_the_answer_is_not_simply_what_was_told_last(corpus: str) -> None:
     assert last / total < 0.35
 
 
-@EACH
-def test_documents_are_short_and_varied_text(corpus: str) -> None:
+@pytest.mark.parametrize(
+    ("corpus", "shortest", "mean", "longest"),
+    [("stories", 250, 500, 1400), ("ledgers", 250, 500, 1400), ("lookups", 50, 150, 600)],
+)
+def test_documents_are_short_and_varied_text(
+    corpus: str, shortest: int, mean: int, longest: int
+) -> None:
     texts = [document.text for document in generate(corpus, 0, 0, 300)]
-    assert all(250 < len(text) < 1400 for text in texts)
-    assert sum(map(len, texts)) / len(texts) > 500
+    assert all(shortest < len(text) < longest for text in texts)
+    assert sum(map(len, texts)) / len(texts) > mean
     assert all("\n" in text and re.search(r"[.?|:]", text) for text in texts)
     assert len({text.split("\n")[0][:40] for text in texts}) > 100
     assert not any(mark in text for text in texts for mark in "{}")
