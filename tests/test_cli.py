@@ -631,6 +631,22 @@ def test_u78_bad_settings_are_one_line_and_leave_no_folder(tmp_path, arguments, 
     assert not out.exists(), f"half-written: {sorted(files(out))}"
 
 
+@pytest.mark.parametrize("override", ["train.steps=5", "seed=3", "model.d_model=16"])
+def test_settings_of_training_are_refused_by_commands_on_a_trained_model(finished, override):
+    """They were taken and changed nothing."""
+    folder, _ = finished
+    for arguments in (
+        ["measure", folder],
+        ["frontier", folder / "traces" / "stories"],
+        ["eval", "perplexity", folder, "--data", "builtin:stories:4"],
+    ):
+        refused(
+            run(*arguments, "--set", override),
+            f"--set {override.partition('=')[0]} ",
+            "data and measure",
+        )
+
+
 # Folders.
 
 

@@ -15,7 +15,7 @@ from loopwise.cli.options import (
     JsonOption,
     SetOption,
     listed,
-    settings_table,
+    measuring_table,
 )
 from loopwise.cli.running import command
 
@@ -56,7 +56,7 @@ def perplexity(
         from loopwise.report.perplexity import print_perplexity
         from loopwise.study import perplexity_command
 
-        settings = settings_table(None, config, set_, None, None, None)
+        settings = measuring_table(config, set_)
         results = perplexity_command(
             checkpoint, data, protocol, depth, block, stride, settings, display
         )
@@ -81,7 +81,10 @@ def tasks(
         typer.Option("--data-dir", help="Folder of the files of ..._local tasks."),
     ] = None,
     limit: Annotated[int | None, typer.Option("--limit", help="Questions of each task.")] = None,
-    num_fewshot: Annotated[int | None, typer.Option("--num-fewshot")] = None,
+    num_fewshot: Annotated[
+        int | None,
+        typer.Option("--num-fewshot", help="Examples before a question; default: the task's."),
+    ] = None,
     chat_template: Annotated[
         bool, typer.Option("--chat-template", help="Prompts in the checkpoint's chat template.")
     ] = False,
@@ -91,7 +94,9 @@ def tasks(
     too_long: Annotated[
         Literal["truncate", "skip"], typer.Option("--too-long", help="Questions that do not fit.")
     ] = "truncate",
-    dtype: Annotated[Literal["fp32", "bf16"], typer.Option("--dtype")] = "fp32",
+    dtype: Annotated[
+        Literal["fp32", "bf16"], typer.Option("--dtype", help="What is computed in.")
+    ] = "fp32",
     bos: Annotated[
         Literal["auto", "yes", "no"], typer.Option("--bos", help="Start token; auto: as trained.")
     ] = "auto",

@@ -15,6 +15,7 @@ from loopwise.cli.options import (
     JsonOption,
     SetOption,
     listed,
+    measuring_table,
     settings_table,
 )
 from loopwise.cli.running import Kept, command, nothing_kept
@@ -44,7 +45,7 @@ def measure(
         from loopwise.report.words import reference_line
         from loopwise.study import measure_command
 
-        settings = settings_table(None, config, set_, data, None, None)
+        settings = measuring_table(config, set_, data)
         traces = measure_command(checkpoint, data, settings, out, display)
         display.stop()
         references = [read_reference(t) for t in traces]
@@ -70,7 +71,7 @@ def frontier(
     with command(as_json, debug) as (display, answer):
         from loopwise.study import frontier_command
 
-        settings = settings_table(None, config, set_, None, None, None)
+        settings = measuring_table(config, set_)
         answer({"frontiers": frontier_command(trace, checkpoint, settings, display)})
 
 

@@ -61,6 +61,26 @@ def settings_table(
     return asked if baseline is None else fixed_baseline(asked, baseline)
 
 
+def measuring_table(
+    config: Path | None, set_: list[str] | None, data: list[str] | None = None
+) -> dict[str, Any]:
+    """What a command on a trained model is asked for; a TOML file may say more than it reads.
+
+    Raises:
+        ConfigError: a setting on the command line that only training reads.
+    """
+    from loopwise.settings import RunConfig
+
+    others = RunConfig.__dataclass_fields__.keys() - {"data", "measure"}
+    for key in (override.partition("=")[0].strip() for override in set_ or ()):
+        if key.partition(".")[0] in others:
+            raise ConfigError(
+                f"--set {key} changes nothing about a model that is trained; leave it out: "
+                "settings of data and measure are read here"
+            )
+    return settings_table(None, config, set_, data, None, None)
+
+
 def listed(text: str, kind: type, option: str) -> list[Any]:
     """``"6,9,12"`` as a list of ``kind``."""
     try:
