@@ -26,7 +26,7 @@ from loopwise.errors import CheckpointError, ExitError, TokenizerError
 from loopwise.models import MODELS
 from loopwise.models.base import LoopedLM
 from loopwise.tokenizer import TOKENIZER_FILE, TRAINING_FILE, Tokenizer, load_tokenizer
-from loopwise.writing import writing
+from loopwise.writing import why_not_written, writing
 
 FORMAT = "loopwise-checkpoint"
 VERSION = 1
@@ -151,14 +151,14 @@ def save_checkpoint(
     except OSError as err:
         shutil.rmtree(aside, ignore_errors=True)
         raise CheckpointError(
-            f"cannot save checkpoint {str(path)!r}: {err.strerror or err}; "
-            "earlier checkpoints are untouched; free some space and resume"
+            f"cannot save checkpoint {str(path)!r}: {why_not_written(err)} (earlier checkpoints "
+            "are untouched)"
         ) from err
     except SafetensorError as err:  # how the writer reports a full disk
         shutil.rmtree(aside, ignore_errors=True)
         raise CheckpointError(
-            f"cannot save checkpoint {str(path)!r}: {err}; "
-            "earlier checkpoints are untouched; free some space and resume"
+            f"cannot save checkpoint {str(path)!r}: {err}; free some space (earlier checkpoints "
+            "are untouched)"
         ) from err
 
 
@@ -250,7 +250,8 @@ def architecture_of(config: Mapping[str, Any], source: Path | str) -> tuple[str,
     if config.get("format") != FORMAT:
         kind = config.get("model_type") or config.get("architectures") or "unknown"
         raise CheckpointError(
-            f"{str(source)!r} is a foreign checkpoint (model type {kind}); this loads loopwise ones"
+            f"{str(source)!r} is a foreign checkpoint (model type {kind}); make a loopwise one of it "
+            "with `loopwise convert`"
         )
     version, name, table = (_required(source, config, key) for key in _CONFIG_KEYS)
     if version > VERSION:
