@@ -30,8 +30,13 @@ def writing(path: Path) -> Iterator[None]:
     except SafetensorError as err:  # how its writer reports what the system said
         raise WriteError(f"cannot write {str(path)!r}: {err}; free some space") from err
     except OSError as err:
-        remedy = "choose another place" if err.errno in _NO_PLACE else "free some space"
-        raise WriteError(f"cannot write {str(path)!r}: {err.strerror or err}; {remedy}") from err
+        raise WriteError(f"cannot write {str(path)!r}: {why_not_written(err)}") from err
+
+
+def why_not_written(err: OSError) -> str:
+    """What the system said, and what helps."""
+    remedy = "choose another place" if err.errno in _NO_PLACE else "free some space"
+    return f"{err.strerror or err}; {remedy}"
 
 
 def make_folder(path: Path) -> None:

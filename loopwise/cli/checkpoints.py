@@ -19,7 +19,8 @@ from loopwise.errors import CheckpointError
 @app.command()
 def convert(
     source: Annotated[
-        str, typer.Argument(help="Folder, file or hub id of a published checkpoint.")
+        str,
+        typer.Argument(help="Folder, file or hub id of a published checkpoint; or smollm2."),
     ],
     out: Annotated[Path, typer.Argument(help="Checkpoint folder to make.")],
     allow_pickle: Annotated[

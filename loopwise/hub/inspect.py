@@ -24,7 +24,7 @@ Facts = dict[str, Any]
 BUILT_IN = ("builtin:stories:40",)
 RINGS = (2, 4)  # sizes of ring-N that are shown
 CONTEXT = 1024  # tokens that attention is priced at
-_SEQ = 128  # tokens of a block
+_SEQ = 128  # tokens of a block, where the model takes as many
 _BATCH = 8  # blocks
 
 
@@ -83,8 +83,9 @@ def inspect_checkpoint(
             raise ConfigError(f"--depth {mean:g} must lie between 1 and the full depth of {full}")
         facts["cap"] = {"mean_depth": mean, "speed_up": costs.cap(full, mean)}
     documents = list(read_documents(list(sources or BUILT_IN), ReadOptions(), ReadReport()))
-    blocks = PackedBlocks(tokenize(documents, checkpoint.tokenizer), _SEQ, seed=0, shuffle=False)
-    n_blocks = min(max(1, tokens // _SEQ), blocks.n_blocks)
+    seq = min(_SEQ, model.geometry.max_positions or _SEQ)
+    blocks = PackedBlocks(tokenize(documents, checkpoint.tokenizer), seq, seed=0, shuffle=False)
+    n_blocks = min(max(1, tokens // seq), blocks.n_blocks)
     facts["text"] = list(sources or BUILT_IN)
     facts["contraction"] = contraction_report(model, blocks, full, n_blocks, progress)
     facts["precision"] = precision_report(model, blocks.batch(0, 1), full)

@@ -212,9 +212,10 @@ def _so_many(count: int, part: str, n_layers: int) -> list[int]:
             f"10-17, or {count}-{count} for that layer alone"
         )
     if not 1 <= count <= n_layers:
+        alone = f" (write {count}-{count} for layer {count} alone)" if count < n_layers else ""
         raise ConfigError(
             f"--{part} {count} asks for {count} layers; the source has {n_layers}, 0-{n_layers - 1}"
-            f" (write {count}-{count} for layer {count} alone)"
+            f"{alone}"
         )
     return list(range(count) if part == "prelude" else range(n_layers - count, n_layers))
 

@@ -50,6 +50,8 @@ def test_pickles_and_tokenizers_are_asked_for(source: Path, tmp_path: Path) -> N
 def test_bad_sources_and_targets_are_one_line(source: Path, tmp_path: Path) -> None:
     refused(run("convert", tmp_path / "nowhere", tmp_path / "out"), "no checkpoint folder")
     refused(run("convert", source, source), "exists already")
+    inside_a_file = source / "config.json" / "out"  # the advice was to free some space and resume
+    refused(run("convert", source, inside_a_file), "Not a directory; choose another place")
     (source / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
     refused(run("convert", source, tmp_path / "out"), "Git LFS pointer")
     assert not (tmp_path / "out").exists()

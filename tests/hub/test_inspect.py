@@ -13,6 +13,7 @@ from loopwise.hub.inspect import inspect_checkpoint, inspect_lines
 from loopwise.models.base import LoopedLM
 from loopwise.models.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from loopwise.models.fixed import FixedConfig, FixedModel
+from loopwise.models.loopformer import LoopFormerConfig, LoopFormerModel
 from loopwise.tokenizer import ByteTokenizer
 from tests.conftest import make_model
 
@@ -98,6 +99,15 @@ def test_a_model_of_one_recurrence_has_nothing_to_save(tmp_path: Path) -> None:
     assert facts["cap"] == {"mean_depth": 1.0, "speed_up": 1.0}
     assert "nothing for an exit rule to save" in facts["contraction"]["sentence"]
     assert inspect_lines(facts)[-1] == facts["contraction"]["sentence"]
+
+
+def test_a_model_of_few_positions_is_watched_on_short_blocks(tmp_path: Path) -> None:
+    """It was refused, in blocks that nobody could choose."""
+    shape = {"vocab_size": 258, "d_model": 16, "n_heads": 2, "n_layers": 1, "d_ff": 24}
+    torch.manual_seed(0)
+    model = LoopFormerModel(LoopFormerConfig(**shape, max_positions=32))
+    facts = inspect_checkpoint(saved(tmp_path, model, TRAINED), tokens=FEW)
+    assert facts["contraction"]["sentence"] and facts["precision"]
 
 
 def test_without_a_training_depth_there_is_no_cap_until_one_is_given(tmp_path: Path) -> None:

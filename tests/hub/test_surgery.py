@@ -171,7 +171,9 @@ def test_a_lone_number_is_so_many_layers() -> None:
     for part in ("prelude", "coda"):
         assert parse_layers("4-4", part, 8) == [4]
         for count in ("0", "9"):
-            with pytest.raises(ConfigError, match=f"asks for {count} layers; the source has 8"):
+            wanted = f"asks for {count} layers; the source has 8, 0-7"
+            wanted += r" \(write 0-0 for layer 0 alone\)$" if count == "0" else "$"
+            with pytest.raises(ConfigError, match=wanted):
                 parse_layers(count, part, 8)
 
 
