@@ -128,6 +128,6 @@ def _estimate_line(event: Event) -> str:
         f"depth: {depth['kind']}, mean {depth['true_mean']:.2f}, median {depth['median']}, "
         f"p95 {depth['p95']}, gradients through the last {depth['backprop_depth']}\n"
         f"plan: {event['steps']} steps, {event['tokens']:,} tokens, about "
-        f"{event['time_s'] / 60:.1f} min and {event['memory_gib']:.1f} GiB "
+        f"{event['time_s'] / 60:.1f} min, {event['memory_gib']:.2f} GiB beside the program itself "
         f"(measured matmul peak {event['matmul_peak_flops'] / 1e9:.0f} GFLOP/s)"
     )
