@@ -21,6 +21,7 @@ from loopwise.errors import (
     RunFolderError,
 )
 from loopwise.harness.documents import find_file
+from loopwise.harness.generating import room_for_prompt, sampling
 from loopwise.harness.installed import harness, harness_version
 from loopwise.harness.model import ModelOptions, harness_class
 from loopwise.harness.tasks import DATA_DIR_VARIABLE, ENDING, load_tasks
@@ -108,6 +109,10 @@ def tasks_command(
 
     fields = {name: getattr(options.model, name) for name in options.model.__slots__}
     model = harness_class()(folder, progress=progress, **fields)
+    for name, task in loaded["tasks"].items():  # else likelihoods would be scored first, in vain
+        if task.get_config("output_type") == "generate_until":
+            asked = sampling(task.get_config("generation_kwargs") or {})
+            room_for_prompt(asked, model.max_length, f"task {name}")
     named = options.model.tier or options.model.exit
     unsure = why_not_promised(model.checkpoint, named, options.model.kv_policy)
     if unsure is not None:

@@ -81,15 +81,25 @@ def ask(
         key = f"{context}\0{settings}"
         params = sampling(settings, before[key])
         before[key] += 1
-        assert params.max_tokens is not None, "sampling() sets one"
-        room = max_length - params.max_tokens
-        if room < 1:
-            raise ConfigError(
-                f"a task asks for {params.max_tokens} new tokens, which leaves no room for a "
-                f"prompt in {max_length}; raise --max-length or lower max_gen_toks"
-            )
+        room = room_for_prompt(params, max_length)
         asked.append(Asked(ids[-room:], params, len(ids) > room))
     return asked
+
+
+def room_for_prompt(params: SamplingParams, max_length: int, who: str = "a task") -> int:
+    """Tokens that an answer leaves for its prompt.
+
+    Raises:
+        ConfigError: an answer that alone fills ``max_length``.
+    """
+    assert params.max_tokens is not None, "sampling() sets one"
+    room = max_length - params.max_tokens
+    if room < 1:
+        raise ConfigError(
+            f"{who} asks for {params.max_tokens} new tokens, which leaves no room for a prompt in "
+            f"{max_length}; raise --max-length or lower max_gen_toks"
+        )
+    return room
 
 
 def generate(scorer: Scorer, asked: Sequence[Asked], progress: Progress | None = None) -> list[str]:

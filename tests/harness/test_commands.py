@@ -195,6 +195,15 @@ class TestRun:
         assert found["average"] == {}, "not all have an accuracy"
         assert any("exact_match (strict-match)" in line for line in tasks_lines(found))
 
+    def test_an_answer_without_room_for_a_prompt_is_refused_before_anything_is_scored(
+        self, checkpoint, folder
+    ):
+        """The other tasks were run to their end, and lost."""
+        asked, heard = options(folder, {"depth": 2, "max_length": 64}), Heard()
+        with pytest.raises(ConfigError, match="task gsm8k_local asks for .* leaves no room"):
+            tasks_command(checkpoint.path, ["copa_local", "gsm8k_local"], asked, heard)
+        assert not [e for e in heard.events if e["event"] == "progress"]
+
     def test_u32_questions_that_do_not_fit_are_cut_and_counted_or_left_out(
         self, checkpoint, tmp_path
     ):
