@@ -250,8 +250,8 @@ def architecture_of(config: Mapping[str, Any], source: Path | str) -> tuple[str,
     if config.get("format") != FORMAT:
         kind = config.get("model_type") or config.get("architectures") or "unknown"
         raise CheckpointError(
-            f"{str(source)!r} is a foreign checkpoint (model type {kind}); make a loopwise one of it "
-            "with `loopwise convert`"
+            f"{str(source)!r} is a foreign checkpoint (model type {kind}); make a loopwise one of "
+            "it with `loopwise convert`"
         )
     version, name, table = (_required(source, config, key) for key in _CONFIG_KEYS)
     if version > VERSION:

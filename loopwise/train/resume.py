@@ -11,9 +11,11 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from loopwise.errors import CheckpointError
@@ -23,6 +25,16 @@ from loopwise.tokenizer import Tokenizer
 from loopwise.train.optim import Optimizer
 
 FACTORS = "low_rank.safetensors"
+# What the readers of damaged files raise.
+_UNREADABLE = (
+    OSError,
+    ValueError,
+    KeyError,
+    EOFError,
+    RuntimeError,
+    UnpicklingError,
+    SafetensorError,
+)
 
 
 def save_step(
@@ -75,7 +87,8 @@ def load_step(folder: Path, optimizer: Optimizer) -> int:
     """Restore masters and optimisers from the newest checkpoint of ``folder``; its step.
 
     Raises:
-        CheckpointError: none is there, or it holds no trainer state.
+        CheckpointError: none is there, it holds no trainer state, a part of it is damaged, or it is
+            of another model.
     """
     path = resolve(folder)
     state_file = path / "trainer" / "state.json"
@@ -83,15 +96,28 @@ def load_step(folder: Path, optimizer: Optimizer) -> int:
         raise CheckpointError(
             f"{str(path)!r} holds no trainer state, so it cannot be resumed; start a new run"
         )
-    step = json.loads(state_file.read_text(encoding="utf-8"))["step"]
-    state = torch.load(path / "trainer" / "optimizer.pt", weights_only=True)
     file = path / "trainer" / FACTORS
-    factors = load_file(file) if file.is_file() else {}
+    try:
+        step = json.loads(state_file.read_text(encoding="utf-8"))["step"]
+        state = torch.load(path / "trainer" / "optimizer.pt", weights_only=True)
+        factors = load_file(file) if file.is_file() else {}
+        masters = load_file(path / "model.safetensors")
+    except _UNREADABLE as err:
+        first = (str(err) or type(err).__name__).splitlines()[0]
+        raise CheckpointError(
+            f"{str(path)!r} cannot be read to go on ({first}); copy it again, or start a new run"
+        ) from err
+    sizes = {name: tensor.shape for name, tensor in optimizer.masters.items()}
+    if {name: masters[name].shape for name in sizes.keys() & masters.keys()} != sizes:
+        raise CheckpointError(
+            f"{str(path)!r} holds weights of another model than the run's config.json; put back "
+            "the checkpoints of this run, or start a new one"
+        )
     wanted = {name: tensor.shape for name, tensor in optimizer.factor_state().items()}
     if {name: tensor.shape for name, tensor in factors.items()} != wanted:
         raise CheckpointError(
             f"{str(path)!r} was trained with other low-rank factors; resume with its own "
             "train.low_rank and train.only"
         )
-    optimizer.load_state_dict(state, load_file(path / "model.safetensors"), factors)
+    optimizer.load_state_dict(state, masters, factors)
     return step

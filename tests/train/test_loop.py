@@ -328,6 +328,25 @@ def test_a_run_killed_before_its_first_save_starts_again(tmp_path):
     assert make_trainer(tmp_path, steps=4).run(resume=True)["step"] == 4
 
 
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "trainer/optimizer.pt", "trainer/state.json"]
+)
+def test_u58_a_damaged_checkpoint_is_named_when_it_is_gone_on_from(tmp_path, name):
+    make_trainer(tmp_path, steps=5).run()
+    file = tmp_path / "checkpoints" / "step-0000005" / name
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(CheckpointError, match=r"step-0000005' cannot be read .*copy it again"):
+        make_trainer(tmp_path, steps=5).run(resume=True)
+
+
+def test_a_checkpoint_of_another_model_is_not_gone_on_from(tmp_path):
+    make_trainer(tmp_path, steps=5).run()
+    wider = make_trainer(tmp_path, steps=5)
+    wider.optimizer.masters["embedding.weight"] = torch.zeros(258, 64)
+    with pytest.raises(CheckpointError, match="weights of another model"):
+        wider.run(resume=True)
+
+
 @pytest.mark.parametrize("optim", ["muon", "adamw"])
 def test_only_named_parameters_learn(tmp_path, optim):
     trainer = make_trainer(tmp_path / "run", steps=3, optim=optim, only=("adapter*", "*.norm_*"))
