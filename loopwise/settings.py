@@ -202,7 +202,12 @@ def build_config(asked: Mapping[str, Any], base: Mapping[str, Any] | None = None
     if asked.get("architecture", "recurrent") != below.get("architecture", "recurrent"):
         # Shape and depth of one architecture mean nothing to another.
         below = {k: v for k, v in below.items() if k not in ("model", "depth")}
-    return from_table(RunConfig, merge(below, asked))
+    table = merge(below, asked)
+    of_model = MODELS[table.get("architecture", "recurrent")].config_class.__dataclass_fields__
+    for key in asked:  # a run does not know the settings of its architecture by name
+        if key in of_model and key not in RunConfig.__dataclass_fields__:
+            raise ConfigError(f"unknown setting {key!r} in the top level; it belongs in [model]")
+    return from_table(RunConfig, table)
 
 
 def fixed_baseline(asked: Mapping[str, Any], match: Match) -> dict[str, Any]:

@@ -188,6 +188,7 @@ def test_what_cannot_be_run_is_refused_with_the_value(override, message):
         ("train.sources=[1]", "data"),
         ("measure.seq=64", "train"),
         ("model.backprop_depth=2", "depth"),
+        ("d_model=64", "model"),
     ],
 )
 def test_u78_a_setting_in_the_wrong_section_is_sent_to_the_right_one(override, home):
