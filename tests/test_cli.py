@@ -234,7 +234,9 @@ def test_training_alone(tmp_path):
     out = tmp_path / "run"
     text = tmp_path / "a.txt"
     text.write_text("the cat sat on the mat\n" * 60 + "<|endoftext|>\n" + "a dog ran\n" * 60)
-    made = answer(run("train", "--data", text, *sets(*TINY_RUN), "--out", out, "--json"))
+    result = run("train", "--data", text, *sets(*TINY_RUN), "--out", out, "--json")
+    made = answer(result)
+    assert result.stdout.startswith(f"checkpoint: {made['checkpoint']}\n")
     assert made["event"] == "done"
     assert made["step"] == 3
     assert set(made["loss_nats_by_depth"]) == {"1", "3"}
@@ -402,8 +404,9 @@ def test_a_reference_that_is_broken_is_refused_before_long_work(
 def test_frontiers_of_finished_traces(finished):
     folder, _ = finished
     trace = folder / "traces" / "stories-16"
-    made = answer(run("frontier", trace, "--json", *sets(*TINY_MEASURE)))
-    (frontier,) = made["frontiers"]
+    result = run("frontier", trace, "--json", *sets(*TINY_MEASURE))
+    (frontier,) = answer(result)["frontiers"]
+    assert "A1 KL" in result.stdout.rpartition("\n{")[0], "people get the table"
     stored = strict_json((folder / "results.json").read_text())["frontiers"][0]
     assert frontier == stored
 
@@ -421,8 +424,10 @@ def test_frontiers_where_the_weights_have_moved(a_run, tmp_path):
 def test_a_report_from_results_alone(finished, tmp_path):
     folder, _ = finished
     shutil.copy(folder / "results.json", tmp_path / "results.json")
-    made = answer(run("report", tmp_path, "--json"))
-    assert Path(made["report"]).is_file()
+    result = run("report", tmp_path)
+    assert result.stdout == f"report: {tmp_path / 'report.html'}\n"
+    assert (tmp_path / "report.html").is_file()
+    assert answer(run("report", tmp_path, "--json")) == {"report": str(tmp_path / "report.html")}
 
 
 def test_generated_text_is_what_the_tokens_say(finished):

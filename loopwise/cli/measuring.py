@@ -48,6 +48,8 @@ def measure(
         settings = measuring_table(config, set_, data)
         traces = measure_command(checkpoint, data, settings, out, display)
         display.stop()
+        for trace in traces:
+            print(f"trace: {trace.folder}, {trace.n_tokens:,} tokens")
         references = [read_reference(t) for t in traces]
         for trace, found in zip(traces, references, strict=True):
             if found is not None:
@@ -69,10 +71,14 @@ def frontier(
 ) -> None:
     """Quality against depth for every exit rule and the oracles, replayed and live."""
     with command(as_json, debug) as (display, answer):
+        from loopwise.report import print_frontiers
         from loopwise.study import frontier_command
 
         settings = measuring_table(config, set_)
-        answer({"frontiers": frontier_command(trace, checkpoint, settings, display)})
+        frontiers = frontier_command(trace, checkpoint, settings, display)
+        display.stop()
+        print_frontiers(frontiers)
+        answer({"frontiers": frontiers})
 
 
 @app.command()
@@ -169,7 +175,9 @@ def report(
     with command(as_json, debug) as (_, answer):
         from loopwise.report import write_report
 
-        answer({"report": str(write_report(run))})
+        page = write_report(run)
+        print(f"report: {page}")
+        answer({"report": str(page)})
 
 
 def _measured_kept(checkpoint: Path, out: Path | None) -> Kept:

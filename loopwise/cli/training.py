@@ -87,7 +87,10 @@ def train(
         settings = settings_table(preset, config, set_, data, held_out, seed, baseline)
         if diagnostics:
             settings = merge(settings, {"train": {"diagnostics": True}})
-        answer(train_command(settings, folder, display, resume, start))
+        made = train_command(settings, folder, display, resume, start)
+        display.stop()
+        print(f"checkpoint: {made['checkpoint']}")
+        answer(made)
 
 
 @app.command()

@@ -2,9 +2,10 @@
 
 from loopwise.report.page import write_report
 from loopwise.report.stability import print_stability, write_stability_report
-from loopwise.report.terminal import print_summary, summary_table
+from loopwise.report.terminal import print_frontiers, print_summary, summary_table
 
 __all__ = [
+    "print_frontiers",
     "print_stability",
     "print_summary",
     "summary_table",

@@ -18,6 +18,11 @@ def print_summary(results: facts.Results) -> None:
     Console().print(summary_table(results))
 
 
+def print_frontiers(frontiers: list[facts.Results]) -> None:
+    """Print what the policies need on each corpus to standard output."""
+    Console().print(*(_policy_table(f) for f in frontiers if f["budgets"]))
+
+
 def summary_table(results: facts.Results) -> RenderableType:
     """Model line, then for each corpus its convergence and what the policies need."""
     parts: list[RenderableType] = [_model_line(results)]
