@@ -22,6 +22,8 @@ from loopwise.writing import append_line
 
 # From settled at once to still moving; readable on dark and light terminals.
 _SHADES = ("#2a9d8f", "#6a994e", "#c9a227", "#e76f51", "#c1121f")
+# Control characters as their pictures: a terminal must not obey what a model says.
+_SHOWN = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -245,9 +247,9 @@ def coloured(tokenizer: Tokenizer, ids: list[int], depths: list[int], deepest: i
         waiting.append(token_id)
         text = tokenizer.decode(waiting)
         if not text.endswith("\ufffd"):  # a character may be spread over tokens
-            out.append(text, style=shade(depth, deepest))
+            out.append(text.translate(_SHOWN), style=shade(depth, deepest))
             waiting = []
-    out.append(tokenizer.decode(waiting))
+    out.append(tokenizer.decode(waiting).translate(_SHOWN))
     return out
 
 

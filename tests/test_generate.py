@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from loopwise.cli import app
 from loopwise.engine import Engine, EngineConfig
 from loopwise.engine.request import SamplingParams
+from loopwise.generate import coloured
 from loopwise.models.checkpoint import save_checkpoint
 from loopwise.tokenizer import ByteTokenizer
 from tests.conftest import make_model
@@ -52,6 +53,12 @@ def answers(prompts: Path) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
     head, *rest = [json.loads(line) for line in text.split("\n")[:-1]]
     assert len({r["index"] for r in rest}) == len(rest), "an answer is there twice"
     return head, {r["index"]: r for r in rest}
+
+
+def test_a_terminal_does_not_obey_what_a_model_says():
+    ids = ByteTokenizer().encode("a\x1b[2Jb\x08c\n\td\x7f é")
+    text = coloured(ByteTokenizer(), ids, [1 + i % 3 for i in range(len(ids))], 3)
+    assert text.plain == "a␛[2Jb␈c\n\td␡ é"
 
 
 def refused(result: Result, *parts: str) -> None:
