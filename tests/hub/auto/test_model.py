@@ -219,8 +219,8 @@ def test_nothing_is_remembered_between_calls(folder):
     ("asked", "error", "part"),
     [
         ({"num_loops": 2, "exit": "kl:0.1"}, ConfigError, "contradict"),
-        ({"num_loops": 0}, DepthError, "1 <= min <= max"),
-        ({"num_loops": -3}, DepthError, "1 <= min <= max"),
+        ({"num_loops": 0}, DepthError, "must be at least 1"),
+        ({"num_loops": -3}, DepthError, "must be at least 1"),
         ({"num_loops": 10**6}, DepthError, "limit"),
         ({"num_loops": 2.0}, ConfigError, "whole number"),
         ({"num_loops": True}, ConfigError, "whole number"),
