@@ -55,7 +55,7 @@ def precision_report(model: LoopedLM, batch: TokenBatch, full_depth: int | None)
 
 
 def _verdict(seen: float, judged: int) -> str:
-    what = f"bfloat16 moves the next-token distribution by {seen:.2g} nats at depth {judged}"
+    what = f"bfloat16 moves the next-token distribution by {seen:.3g} nats at depth {judged}"
     if seen <= LIMIT_NATS:
         return f"{what}, within the limit of {LIMIT_NATS:g}."
     return f"{what}, warning: more than the limit of {LIMIT_NATS:g}. Run it in float32."
