@@ -11,7 +11,6 @@ from torch import Tensor
 
 from loopwise.bench.workload import Job
 from loopwise.engine import Engine
-from loopwise.engine.rows import Batch
 from loopwise.models.base import LoopedLM, Rope
 
 
@@ -110,7 +109,7 @@ def generate_in_step(engine: Engine, jobs: Sequence[Job], depth: int) -> list[li
     seats, seeds = np.arange(n), np.zeros(n, np.int64)
     made: list[list[int]] = [[] for _ in jobs]
     singles = [seats[i : i + 1] for i in range(n)]
-    batch = Batch.of(singles)
+    batch = table.batch(singles)
     for at in range(prompt + new - 1):
         table.position[:n], table.r[:n] = at, 0
         ids = [job.prompt[at] if at < prompt else made[i][-1] for i, job in enumerate(jobs)]

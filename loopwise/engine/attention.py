@@ -1,9 +1,9 @@
 """Attention of one engine call: rows of many requests, each reading its own tokens from pages.
 
-Rows come as *singles*, which each read their own tokens, followed by *groups*, rows of one request
-at one recurrence that share what they read (the live part of a prompt chunk). Groups are matrix
-products with the grouped query heads as rows; singles go to a compiled kernel where there is one
-(see `kernels`), else to the same products over a gathered copy.
+Rows of one request at one recurrence share what they read (the live part of a prompt chunk). They
+come as *runs*, small ones, which go to a compiled kernel where there is one (see `kernels`),
+followed by *groups*, large ones, which are matrix products over a gathered copy with the grouped
+query heads as rows. Without the kernel all runs are of one row, and such products too.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ class Plan:
     """What the attention of one call must know beside q, k and v.
 
     Attributes:
-        header: number of singles, tokens they read, groups, rows of the widest group, tokens
-            groups read, and whether singles go to the compiled kernel; ``(6,)`` int64 on the CPU.
-        index: int64, flat: the entry each row writes; what singles read, for the kernel the entries
-            ``(singles, tokens)`` and then how many of them, ``(singles,)``, else ``(singles,
-            n_kv_heads, tokens)``; rows of the groups, ``(groups, widest)``, counted after the
-            singles; the place of each such row in that table; what groups read, ``(groups,
-            n_kv_heads, tokens)``. But for the kernel, what is read counts heads of entries.
-        bias: flat, 0 where a token may be read, else -inf: but for the kernel of singles
-            ``(singles, tokens)``, of groups ``(groups, widest, tokens)``; dtype of the scores,
-            float32.
+        header: number of runs, their rows, tokens they read, groups, rows of the widest group,
+            tokens groups read, and whether runs go to the compiled kernel; ``(7,)`` int64 on the
+            CPU.
+        index: int64, flat: the entry each row writes; for the kernel what `decode_attention` calls
+            ``read``, ``sizes`` and ``span``, else what runs read, ``(runs, n_kv_heads, tokens)``;
+            rows of the groups, ``(groups, widest)``, counted after those of runs; the place of each
+            such row in that table; what groups read, ``(groups, n_kv_heads, tokens)``. But for the
+            kernel, what is read counts heads of entries.
+        bias: flat, 0 where a token may be read, else -inf: but for the kernel of runs ``(runs,
+            tokens)``, of groups ``(groups, widest, tokens)``; dtype of the scores, float32.
         cos, sin: rotary phase of the rows, ``(rows, 1, head_dim)``.
         positions, token_ids: of the rows, ``(rows,)`` int64.
         local: the same call for local layers, where the model has any.
@@ -49,8 +49,8 @@ class Plan:
     @property
     def gathered(self) -> int:
         """Entries that are copied to be read."""
-        singles, seen, groups, _, seen_by_group, fused = self.header.tolist()
-        return max(0 if fused else singles * seen, groups * seen_by_group)
+        runs, _, seen, groups, _, seen_by_group, fused = self.header.tolist()
+        return max(0 if fused else runs * seen, groups * seen_by_group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,36 +125,35 @@ def _attend_pages(
     rows, n_heads, head_dim = q.shape
     n_kv = k.shape[1]
     shared = n_heads // n_kv  # query heads per key head
-    singles, seen, groups, widest, seen_by_group, fused = header.tolist()
+    runs, single, seen, groups, widest, seen_by_group, fused = header.tolist()
     written, at, bias_at = index[:rows], rows, 0
     out = torch.empty((rows, n_heads, head_dim), dtype=q.dtype, device=q.device)
-    if fused and singles:
-        read = index[at : at + singles * seen]
-        lengths = index[at + read.numel() : at + read.numel() + singles]
-        at += read.numel() + singles
-        decode_attention(q, k, v, key_pool, value_pool, written, read, lengths, out)
+    if fused and runs:
+        at += runs * seen + runs + 2 * single
+        read, sizes, span = index[rows:at].split((runs * seen, runs, 2 * single))
+        decode_attention(q, k, v, key_pool, value_pool, written, read, sizes, span, out)
     else:
         key_pool.index_copy_(0, written, k)
         value_pool.index_copy_(0, written, v)
-    if singles and not fused:
-        read = index[at : at + singles * n_kv * seen]
-        at, bias_at = at + read.numel(), singles * seen
-        asked = q[:singles].view(singles, n_kv, shared, head_dim)
-        allowed = bias[:bias_at].view(singles, 1, 1, seen)
+    if runs and not fused:
+        read = index[at : at + runs * n_kv * seen]
+        at, bias_at = at + read.numel(), runs * seen
+        asked = q[:runs].view(runs, n_kv, shared, head_dim)
+        allowed = bias[:bias_at].view(runs, 1, 1, seen)
         mixed = _mix(asked, key_pool, value_pool, read, allowed, scratch)
-        out[:singles] = mixed.view(singles, n_heads, head_dim)
+        out[:runs] = mixed.view(runs, n_heads, head_dim)
     if groups:
         cells = groups * widest
-        members, places = index[at : at + cells], index[at + cells : at + cells + rows - singles]
-        at += cells + rows - singles
+        members, places = index[at : at + cells], index[at + cells : at + cells + rows - single]
+        at += cells + rows - single
         read = index[at : at + groups * n_kv * seen_by_group]
-        asked = q[singles:][members].view(groups, widest, n_kv, shared, head_dim)
+        asked = q[single:][members].view(groups, widest, n_kv, shared, head_dim)
         asked = asked.permute(0, 2, 3, 1, 4).reshape(groups, n_kv, shared * widest, head_dim)
         allowed = bias[bias_at : bias_at + cells * seen_by_group]
         allowed = allowed.view(groups, 1, widest, seen_by_group).repeat(1, 1, shared, 1)
         mixed = _mix(asked, key_pool, value_pool, read, allowed, scratch)
         mixed = mixed.view(groups, n_kv, shared, widest, head_dim).permute(0, 3, 1, 2, 4)
-        out[singles:] = mixed.reshape(cells, n_heads, head_dim)[places]
+        out[single:] = mixed.reshape(cells, n_heads, head_dim)[places]
     return out
 
 

@@ -44,28 +44,33 @@ def decode_attention(
     value_pool: Tensor,
     written: Tensor,
     read: Tensor,
-    lengths: Tensor,
+    sizes: Tensor,
+    span: Tensor,
     out: Tensor,
 ) -> None:
-    """Write the entries of all rows, then attend for the first of them, the singles.
+    """Write the entries of all rows, then attend for the first of them.
+
+    Those come in runs that read the same entries, each row a part of them.
 
     Args:
         q: ``(rows, n_heads, head_dim)``, dtype of the pools, as all that is no index.
         k, v: ``(rows, n_kv_heads, head_dim)``.
         key_pool, value_pool: contiguous, ``(entries, n_kv_heads, head_dim)``.
         written: the entry of each row, ``(rows,)`` int64.
-        read: entries, ``(singles * seen,)`` int64, of which a row reads the first.
-        lengths: how many, ``(singles,)`` int64, at least one.
-        out: like ``q``, contiguous; its first rows are written to.
+        read: entries, ``(runs * seen,)`` int64.
+        sizes: rows of each run, ``(runs,)`` int64.
+        span: first and end of what each of them reads of its run's, ``(2, rows of runs)`` int64,
+            flat; at least one entry each.
+        out: like ``q``, contiguous; the rows of runs are written to.
     Raises:
-        MemoryError: no room for the weights of one row.
+        MemoryError: no room for the weights of a few rows.
     """
     library = _library()
     assert library is not None, "ask can_fuse first"
     # The kernel takes all for what the pools are, and would read past the end of narrower values.
     assert q.dtype == k.dtype == v.dtype == key_pool.dtype, "one dtype for queries and pools"
     rows, n_kv, head_dim = k.shape
-    singles = len(lengths)
+    runs = len(sizes)
     q, k, v = (_whole_rows(x) for x in (q, k, v))
     failed = library.decode_attention(
         q.data_ptr(),
@@ -79,18 +84,20 @@ def decode_attention(
         value_pool.data_ptr(),
         int(key_pool.dtype == torch.bfloat16),
         written.data_ptr(),
-        rows,
         read.data_ptr(),
-        lengths.data_ptr(),
-        singles,
+        sizes.data_ptr(),
+        span.data_ptr(),
+        span[len(span) // 2 :].data_ptr(),
+        rows,
+        runs,
         n_kv,
         q.shape[1] // n_kv,
         head_dim,
-        read.numel() // singles,
+        read.numel() // runs,
         torch.get_num_threads(),
     )
     if failed:
-        raise MemoryError("decode attention found no room for the weights of one row")
+        raise MemoryError("decode attention found no room for the weights of a few rows")
 
 
 def _whole_rows(x: Tensor) -> Tensor:
@@ -118,8 +125,8 @@ def _library() -> ctypes.CDLL | None:
     library.decode_attention.argtypes = (
         *(pointer, long, pointer, long, pointer, long, pointer),
         *(pointer, pointer, whole),
-        *(pointer, long, pointer, pointer),
-        *[long] * 5,
+        *[pointer] * 5,
+        *[long] * 6,
         whole,
     )
     library.decode_attention.restype = ctypes.c_int

@@ -18,31 +18,31 @@ from loopwise.engine.kv_cache import Ints, KVCache, Stage
 from loopwise.exits.rule import ExitRule
 from loopwise.models.base import Rope
 
-FEW = 4  # live rows of a chunk up to which each reads for itself, which spares a second pass
+# Live rows of a chunk up to which each reads for itself, which spares a second pass.
+FEW = 4
+# Rows times tokens they read up to which the compiled kernel takes a chunk, whose share of the
+# calls around it is then smaller than its advantage.
+FEW_READS = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The rows of one call: singles, then groups of rows of one request at one recurrence.
+    """The rows of one call: runs, then groups, each of rows of one request at one recurrence.
 
     Attributes:
         seats: of all rows, ``(rows,)``.
-        singles: how many of them come first.
-        groups: sizes of the groups that follow.
+        runs: sizes of the runs; all 1 without the compiled kernel.
+        groups: sizes of the groups, which are larger.
     """
 
     seats: Ints
-    singles: int
+    runs: tuple[int, ...]
     groups: tuple[int, ...] = ()
 
-    @classmethod
-    def of(cls, chunks: list[Ints]) -> Batch:
-        """Rows of several requests, given as the seats of each."""
-        small = [c for c in chunks if len(c) <= FEW]
-        large = [c for c in chunks if len(c) > FEW]
-        seats = np.concatenate(small + large)
-        sizes = tuple(len(c) for c in large)
-        return cls(seats, len(seats) - sum(sizes), sizes)
+    @property
+    def singles(self) -> int:
+        """Rows of runs."""
+        return sum(self.runs)
 
 
 # So that a bias is never of size 0 or 1, for which compiled code would be made anew.
@@ -141,6 +141,20 @@ class RowTable:
         places = self._address[1][self.slot[seats], self.position[seats]]
         self._last[places] = self.r[seats]
 
+    def batch(self, chunks: list[Ints]) -> Batch:
+        """Rows of several requests, given as the seats of each in the order of positions."""
+        runs: list[Ints] = []
+        groups: list[Ints] = []
+        for c in chunks:
+            if self._fused:
+                small = len(c) == 1 or len(c) * int(self.position[c[-1]] + 1) <= FEW_READS
+            else:
+                small = len(c) <= FEW
+            (runs if small else groups).append(c)
+        seats = np.concatenate(runs + groups)
+        sizes = tuple(map(len, runs)) if self._fused else (1,) * sum(map(len, runs))
+        return Batch(seats, sizes, tuple(map(len, groups)))
+
     def plan(self, batch: Batch, stage: Stage) -> Plan:
         """What the attention layers of ``stage`` must know to run ``batch``."""
         local = None if self._window is None else self._plan(batch, stage, self._window)
@@ -155,32 +169,27 @@ class RowTable:
         address = self._address[stage.entries]
         index = [address[slot, position] + stage.written[r]]
         bias: list[NDArray[np.float32]] = []
-        n, seen = batch.singles, 0
-        if n:
-            first = _first(position[:n], window)
-            seen = int((position[:n] - first).max()) + 1
-            read = self._read(stage, slot[:n], r[:n], first, seen)
-            lengths = position[:n] - first + 1
-            if self._fused:
-                index += [read.ravel(), lengths]
-            else:
-                unseen = self._steps[:seen] >= lengths[:, None]
+        seen = widest = seen_by_group = 0
+        if batch.runs:
+            parts, seen = self._runs(stage, batch, slot, r, position, window)
+            if not self._fused:  # runs are of one row, which reads from the first entry on
+                read, end = parts[0].reshape(-1, seen), parts[-1]
+                unseen = self._steps[:seen] >= end[:, None]
                 read[unseen] = 0
-                index.append((read[:, None] * self._n_kv + self._heads).ravel())
+                parts = [(read[:, None] * self._n_kv + self._heads).ravel()]
                 bias.append(_bias(unseen).ravel())
-        widest = max(batch.groups, default=0)
-        seen_by_group = 0
+            index += parts
         if batch.groups:
             parts, allowed = self._groups(stage, batch, slot, r, position, window)
-            seen_by_group = allowed.shape[-1]
+            widest, seen_by_group = allowed.shape[1:]
             index += parts
             bias.append(allowed.ravel())
         bias.append(_FILLER)
-        header = np.array([n, seen, len(batch.groups), widest, seen_by_group, self._fused])
+        header = [len(batch.runs), batch.singles, seen, len(batch.groups), widest, seen_by_group]
         at = torch.from_numpy(position)
         cos, sin = self._phase if window is None else self._local_phase
         return Plan(
-            header=torch.from_numpy(header),
+            header=torch.tensor([*header, self._fused]),
             index=torch.from_numpy(np.concatenate(index)).to(self._device),
             bias=torch.from_numpy(np.concatenate(bias)).to(self._device),
             cos=cos[at].to(self._device),
@@ -202,6 +211,25 @@ class RowTable:
             last += (r * (self._cache.shape.max_depth + 1))[:, None]
             read += stage.read[last]
         return read
+
+    def _runs(
+        self,
+        stage: Stage,
+        batch: Batch,
+        slot: Ints,
+        r: Ints,
+        position: Ints,
+        window: int | None,
+    ) -> tuple[list[Ints], int]:
+        """Entries that runs read, their sizes, first and end of what each row reads; tokens."""
+        n, sizes = batch.singles, np.array(batch.runs)
+        lasts = np.cumsum(sizes) - 1
+        first = _first(position[lasts + 1 - sizes], window)
+        seen = int((position[lasts] - first).max()) + 1
+        read = self._read(stage, slot[lasts], r[lasts], first, seen)
+        of_run = np.repeat(first, sizes)
+        begin, end = _first(position[:n], window) - of_run, position[:n] + 1 - of_run
+        return [read.ravel(), sizes, begin, end], seen
 
     def _groups(
         self,

@@ -92,8 +92,8 @@ class Runner:
             token_ids, seeds: of all rows, chunk after chunk; the seed is the request's.
         """
         order = np.concatenate(chunks)
-        batch = Batch.of(chunks)
-        # Batch.of may put rows in another order than the chunks came in.
+        batch = self.table.batch(chunks)
+        # It may put rows in another order than the chunks came in.
         place = np.empty(len(self.table.slot), np.int64)
         place[order] = np.arange(len(order))
         back = place[batch.seats]
@@ -117,7 +117,7 @@ class Runner:
         Args:
             chunks: seats of the live rows of one request each, in the order of their positions.
         """
-        batch = Batch.of(chunks)
+        batch = self.table.batch(chunks)
         self.advance(batch)
         asked = np.unique(self.table.policy[batch.seats]).tolist()
         if len(asked) == 1:
@@ -125,7 +125,7 @@ class Runner:
         else:
             of = self.table.policy[[c[0] for c in chunks]].tolist()
             parts = [[c for c, i in zip(chunks, of, strict=True) if i == p] for p in asked]
-            found = [self._judge(p, Batch.of(c)) for p, c in zip(asked, parts, strict=True)]
+            found = [self._judge(p, self.table.batch(c)) for p, c in zip(asked, parts, strict=True)]
         return [exits for exits in found if exits is not None]
 
     @torch.no_grad()
@@ -182,7 +182,7 @@ class Runner:
             chunks = list(wanted.reshape(-1, 1))
             if not len(wanted):
                 return self._latent.new_empty(0, self.model.geometry.vocab_size)
-        batch = Batch.of(chunks)
+        batch = self.table.batch(chunks)
         hidden = self._hidden(batch, self.cache.coda_once)
         place = np.empty(len(self.table.slot), np.int64)
         place[batch.seats] = np.arange(len(batch.seats))

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from loopwise.engine import Engine, EngineConfig, SamplingParams, kernels
-from loopwise.engine.attention import _mix
 from loopwise.tokenizer import ByteTokenizer
 from tests.conftest import make_model
 
@@ -19,35 +18,40 @@ needs_compiler = pytest.mark.skipif(
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [8, 32, 64, 80, 128])
-@pytest.mark.parametrize("shared", [1, 3])
-def test_it_equals_gathered_products(dtype, head_dim, shared):
-    """Five singles and two rows that only write; keys and values lie in one tensor, as a split."""
+@pytest.mark.parametrize("shared", [1, 3, 40])
+def test_it_equals_attention_by_hand(dtype, head_dim, shared):
+    """Runs of 1, 45 and 2 rows; keys and values lie in one tensor, as a split."""
     torch.manual_seed(head_dim)
-    singles, rows, n_kv, seen, entries = 5, 7, 2, 37, 200
+    sizes, n_kv, seen, entries = torch.tensor([1, 45, 2]), 2, 117, 400
+    rows = int(sizes.sum())
     keys, values = (torch.randn(entries, n_kv, head_dim).to(dtype) for _ in range(2))
     q = (3 * torch.randn(rows, n_kv * shared, head_dim)).to(dtype)
     k, v = torch.randn(rows, 2 * n_kv, head_dim).to(dtype).split(n_kv, dim=1)
-    read = torch.randint(1, entries - rows, (singles, seen))
-    lengths = torch.tensor([1, 2, 20, 36, 37])
+    read = torch.randint(1, entries - rows, (3, seen))
     written = torch.arange(entries - rows, entries)
-    read[torch.arange(singles), lengths - 1] = written[:singles]  # a row sees its own entry
-    unseen = torch.arange(seen) >= lengths[:, None]
-    read[unseen] = 0
+    # Rows of the long run see 40 entries and their own: from 0, 1, .. on. The others see from one
+    # entry to all there are.
+    long = torch.arange(45)
+    begin = torch.cat((torch.tensor([116]), long, torch.tensor([0, 3])))
+    end = torch.cat((torch.tensor([117]), long + 41, torch.tensor([seen, 77])))
+    read[1, 40:85] = written[1:46]
+    for run, rows_of in enumerate((begin[:1], begin[1:46], begin[46:])):
+        last = (end[:1], end[1:46], end[46:])[run].max()
+        read[run, : rows_of.min()] = read[run, last:] = 0
     keys[0] = values[0] = torch.nan  # what may not be read is not looked at
-    out = torch.full((rows, n_kv * shared, head_dim), 7.0, dtype=dtype)
-    kernels.decode_attention(q, k, v, keys, values, written, read.flatten(), lengths, out)
+    out = torch.empty(rows, n_kv * shared, head_dim, dtype=dtype)
+    span = torch.cat((begin, end))
+    kernels.decode_attention(q, k, v, keys, values, written, read.flatten(), sizes, span, out)
     assert torch.equal(keys[written], k) and torch.equal(values[written], v)
-    assert (out[singles:] == 7.0).all(), "rows of groups are somebody else's"
-    keys[0] = values[0] = 0
-    heads = (read[:, None] * n_kv + torch.arange(n_kv)[:, None]).flatten()
-    scratch = torch.empty(2, heads.numel() * head_dim, dtype=torch.float64)
-    allowed = torch.zeros(singles, 1, 1, seen, dtype=torch.float64)
-    allowed.masked_fill_(unseen.view(singles, 1, 1, seen), -torch.inf)
-    asked = q[:singles].double().view(singles, n_kv, shared, head_dim)
-    wanted = _mix(asked, keys.double(), values.double(), heads, allowed, scratch)
-    # bfloat16 rounds once, on the way out: 8 bits.
-    gap = out[:singles].double() - wanted.view(singles, -1, head_dim)
-    assert gap.abs().max() < (2e-6 if dtype == torch.float32 else 2e-2)
+    run_of = torch.arange(3).repeat_interleave(sizes)
+    for row in range(rows):
+        which = read[run_of[row], begin[row] : end[row]]
+        for head in range(n_kv * shared):
+            key, value = (pool[which, head // shared].double() for pool in (keys, values))
+            weight = (key @ q[row, head].double() / head_dim**0.5).softmax(0)
+            gap = (out[row, head].double() - weight @ value).abs().max()
+            # bfloat16 rounds once, on the way out: 8 bits.
+            assert gap < (4e-6 if dtype == torch.float32 else 2e-2), (row, head)
 
 
 def attend_by_hand(q, keys, values, dtype=torch.float32):
@@ -63,7 +67,8 @@ def attend_by_hand(q, keys, values, dtype=torch.float32):
         values,
         torch.tensor([n - 1]),
         torch.arange(n),
-        torch.tensor([n]),
+        torch.tensor([1]),
+        torch.tensor([0, n]),
         out,
     )
     return out.flatten()
@@ -142,10 +147,10 @@ def test_a_compiler_that_fails_is_no_error(monkeypatch, tmp_path):
 def test_other_dtypes_than_the_pools_are_refused():
     """It would read past the end of narrower values."""
     pool, one = torch.zeros(2, 1, 8), torch.zeros(1, 1, 8)
-    where, length = torch.tensor([1]), torch.tensor([1])
+    where, span = torch.tensor([1]), torch.tensor([0, 1])
     with pytest.raises(AssertionError, match="one dtype"):
         kernels.decode_attention(
-            one.bfloat16(), one, one, pool, pool.clone(), where, where, length, one.clone()
+            one.bfloat16(), one, one, pool, pool.clone(), where, where, where, span, one.clone()
         )
 
 
