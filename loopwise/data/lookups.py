@@ -16,16 +16,16 @@ def write_lookups(draft: Draft) -> None:
     """Chains of one to six links, told in the order of time and each asked about once."""
     rng = draft.rng
     hops = range(1, MAX_HOPS + 1)
-    lengths = rng.choices(hops, weights=[1 / h for h in hops], k=rng.randint(3, 6))
+    lengths = rng.choices(hops, weights=[1 / h**1.5 for h in hops], k=rng.randint(3, 6))
     chains = [_handed_on(draft, length) for length in lengths]
     told = interleave(rng, chains, "forward")
     draft.text = "".join(f"{fact.text}\n" for fact in told)
     rng.shuffle(chains)
     for chain in chains:
-        draft.answer(f"{chain.question}? {{answer}}\n", Puzzle(told, chain))
+        draft.answer(f"? {chain.question}: {{answer}}\n", Puzzle(told, chain))
 
 
 def _handed_on(draft: Draft, hops: int) -> Chain:
     stops = [*draft.take(OBJECTS), *draft.take(NAMES, hops)]
-    facts = tuple(Fact(a, b, f"{a}: {b}") for a, b in itertools.pairwise(stops))
+    facts = tuple(Fact(a, b, f"- {a}: {b}") for a, b in itertools.pairwise(stops))
     return Chain(facts, stops[0], "{answer}", stops[-1])
