@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from loopwise.models.base import LoopedLM
 from loopwise.models.costs import flops_per_token, parameters
+from loopwise.writing import write_whole
 
+log = logging.getLogger(__name__)
+
+CARD = "README.md"
+_MARK = "\n<!-- written by loopwise and replaced by it; kept once it is edited: {} -->\n"
+_MARKED = re.compile(re.escape(_MARK).replace(r"\{\}", "([0-9a-f]{64})") + r"\Z")
 _CONTEXT = 1024  # tokens that attention is priced at
 _LOOPED = (
     "A depth-recurrent language model: one block of layers is applied again and again, and how "
@@ -67,7 +76,36 @@ def model_card(
         "## Results",
         _results(training, tiers),
     ]
-    return "\n\n".join(parts) + "\n"
+    text = "\n\n".join(parts) + "\n"
+    return text + _MARK.format(_hash(text))
+
+
+def write_card(folder: Path, text: str) -> None:
+    """The ``README.md`` of a folder, where there is none or one of ours that nobody edited.
+
+    Raises:
+        WriteError: the disk refuses.
+    """
+    file = folder / CARD
+    if file.exists() and not is_own_card(file):
+        log.warning(
+            "%s is kept as it is: it is no model card of loopwise, or was edited; remove it to "
+            "have one written",
+            file,
+        )
+        return
+    write_whole(file, text)
+
+
+def is_own_card(file: Path) -> bool:
+    """Whether a file is a card of ours to the letter: its mark holds the hash of all before it."""
+    text = file.read_text(encoding="utf-8", errors="replace")
+    found = _MARKED.search(text)
+    return found is not None and found[1] == _hash(text[: found.start()])
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _architecture(model: LoopedLM) -> str:

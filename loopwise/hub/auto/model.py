@@ -20,7 +20,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from loopwise.errors import CheckpointError, ConfigError
 from loopwise.exits.rule import ExitRule
 from loopwise.hub.auto.cache import CACHE, check_cache, one_cache
-from loopwise.hub.auto.card import model_card
+from loopwise.hub.auto.card import model_card, write_card
 from loopwise.hub.auto.config import LoopwiseConfig
 from loopwise.hub.auto.folder import (
     BROKEN,
@@ -351,7 +351,8 @@ class LoopwiseForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> None:
         """Write a loopwise checkpoint: one that transformers and loopwise both load.
 
-        Exit rules and tiers go along as long as the weights are those they were made for.
+        Exit rules and tiers go along as long as the weights are those they were made for. A model
+        card that somebody edited is kept, in the folder and on the hub.
 
         Args:
             kwargs: of transformers' own method, and of `push_to_hub`.
@@ -374,8 +375,7 @@ class LoopwiseForCausalLM(PreTrainedModel, GenerationMixin):
             )
         write_beside(folder, beside)
         name = given.get("repo_id", folder.name)
-        card = self._card(beside, name, given.pop("tags", None) or ())
-        (folder / "README.md").write_text(card, encoding="utf-8")
+        write_card(folder, self._card(beside, name, given.pop("tags", None) or ()))
         if push_to_hub:
             upload(folder, given.pop("repo_id", folder.name), **given)
 

@@ -299,6 +299,7 @@ def test_what_is_uploaded_is_a_checkpoint_with_a_card(tmp_path, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", upload_folder)
     monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", create_repo)
+    monkeypatch.setattr(huggingface_hub.HfApi, "file_exists", lambda *_, **__: False)
     model = load(path)
     address = model.push_to_hub(
         "someone/tiny-loop", commit_message="first", private=True, tags=["stories"]
@@ -342,6 +343,52 @@ def test_what_is_uploaded_is_a_checkpoint_with_a_card(tmp_path, monkeypatch):
     shutil.rmtree(uploaded)
     model.save_pretrained(tmp_path / "local", push_to_hub=True, repo_id="someone/other")
     assert calls["repo_id"] == "someone/other" and (uploaded / "exits.json").is_file()
+
+
+@pytest.mark.parametrize("card", ["mine\n", "edited", "bytes", "ours"])
+def test_a_card_that_somebody_edited_is_kept(tmp_path, caplog, card):
+    """Saving over a folder wrote its README.md anew, and what a person had written was lost."""
+    path = saved(tmp_path)
+    model = load(path)
+    model.save_pretrained(path)
+    file = path / "README.md"
+    ours = file.read_bytes()
+    texts = {"mine\n": b"mine\n", "bytes": b"\xff", "ours": ours}
+    there = texts.get(card, ours.replace(b"library_name", b"license: mit\nlibrary_name"))
+    file.write_bytes(there)
+    with torch.no_grad():
+        model.model.norm_final.weight.add_(0.1)
+    model.save_pretrained(path)
+    if card == "ours":
+        assert "Trained on with transformers since" in file.read_text() and not caplog.records
+    else:
+        assert file.read_bytes() == there
+        assert f"{file} is kept as it is" in caplog.text
+
+
+@pytest.mark.parametrize("there", [None, "ours", "edited"])
+def test_uploading_keeps_a_card_that_somebody_edited_on_the_hub(
+    tmp_path, monkeypatch, caplog, there
+):
+    import huggingface_hub
+
+    def card_of(text):
+        (tmp_path / "card").write_text(text)
+        return str(tmp_path / "card")
+
+    model, calls = load(saved(tmp_path)), []
+    ours = model_card(model.model, TRAINING, {}, name="someone/tiny-loop", num_loops=2)
+    on_hub = {"ours": ours, "edited": ours.replace("again and again", "often")}
+    for name, answer in {
+        "create_repo": lambda *_, **__: None,
+        "file_exists": lambda *_, **__: there is not None,
+        "hf_hub_download": lambda *_, **__: card_of(on_hub[there]),
+        "upload_folder": lambda _, **given: calls.append(given.get("ignore_patterns")),
+    }.items():
+        monkeypatch.setattr(huggingface_hub.HfApi, name, answer)
+    model.push_to_hub("someone/tiny-loop")
+    assert calls == [["README.md"] if there == "edited" else None]
+    assert ("README.md of someone/tiny-loop is kept" in caplog.text) == (there == "edited")
 
 
 def test_the_card_of_a_model_of_one_recurrence_promises_no_depth(tmp_path):
