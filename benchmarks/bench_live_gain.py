@@ -38,7 +38,15 @@ from loopwise.models.costs import flops_per_token
 from loopwise.study.texts import document_hash
 
 LEARNED = {"learned": (1.0, 1), "live-learned": (0.3, 3)}  # share that stays, passes over the text
-RULES = ("kl", "latent-kl", "learned", "learned,min=2", "live-learned", "live-learned,min=2")
+RULES = (
+    "kl",
+    "latent-kl",
+    "probe",
+    "learned",
+    "learned,min=2",
+    "live-learned",
+    "live-learned,min=2",
+)
 _BATCH = 8  # blocks at once
 _FIELDS = ("token_ids", "targets", "document_ids", "positions", "hops")
 
@@ -164,7 +172,9 @@ def main() -> None:
     }
     points: dict[str, dict[float, dict[str, Point | None]]] = {}
     uniform = Curve.uniform(whole)
-    points["uniform"] = {b: {"replayed": _crossing(uniform, b)} for b in options.budgets}
+    points["uniform"] = {
+        b: {"replayed": _crossing(uniform, b), "live": None} for b in options.budgets
+    }
     scores = {name: scored(trace, checkpoint, of, name, depth) for name, of in policies.items()}
     for name, comma, fields in wanted:
         rule, asked = open_rule(name, fields, depth), None
