@@ -17,6 +17,7 @@ from loopwise.hub.formats.base import Format, Plan
 from loopwise.hub.formats.gaps import gap_of
 from loopwise.hub.gguf import open_gguf
 from loopwise.hub.keys import assemble
+from loopwise.hub.origin import origin_of
 from loopwise.hub.read import Source, open_source, refuse_pointer
 from loopwise.models import MODELS
 from loopwise.models.base import LoopedLM
@@ -104,6 +105,9 @@ def convert(
         "depth": plan.depth,
         "dtype": dtypes[0] if len(dtypes) == 1 else "mixed",
     }
+    origin = origin_of(found)
+    if origin:
+        facts["origin"] = origin
     special_ids = _special_ids(found, plan, text)
     if special_ids:
         text = text.with_special_ids(special_ids)

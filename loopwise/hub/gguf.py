@@ -10,6 +10,7 @@ Source: the GGUF specification and conversion script of llama.cpp.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,7 @@ def open_gguf(path: Path) -> Source:
         tokenizer=lambda: tokenizer_json(path, said),
         special_ids=_special_ids(said),
         chat_templates=_chat_templates(path, said),
+        license=_license(said.get("general.license")),
     )
 
 
@@ -241,6 +243,11 @@ def _chat_templates(path: Path, said: Mapping[str, Any]) -> dict[str, str]:
     for name in names:
         found[name] = said.get(f"tokenizer.chat_template.{name}")
     return {name: text for name, text in found.items() if text}
+
+
+def _license(said: Any) -> str | None:
+    """A name of one word, as model cards have it."""
+    return said if isinstance(said, str) and re.fullmatch(r"[\w.+-]+", said) else None
 
 
 def _special_ids(said: Mapping[str, Any]) -> dict[str, int]:

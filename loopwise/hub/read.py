@@ -37,6 +37,7 @@ class Source:
         tokenizer: makes the text of a ``tokenizer.json``, where weights and tokenizer are one file.
         special_ids: ``bos`` and ``eos`` of the source's own tokenizer, where it says them.
         chat_templates: by name, where they are in the file of the weights.
+        license: where the file of the weights says it.
     """
 
     path: Path
@@ -46,6 +47,7 @@ class Source:
     tokenizer: Callable[[], str] | None = None
     special_ids: Mapping[str, int] = field(default_factory=dict)
     chat_templates: Mapping[str, str] = field(default_factory=dict)
+    license: str | None = None
 
     @property
     def folder(self) -> Path:

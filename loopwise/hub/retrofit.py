@@ -120,6 +120,8 @@ def retrofit(
     }
     if "converted_from" in checkpoint.training:  # so that texts begin as there, until it is trained
         facts["converted_from"] = checkpoint.training["converted_from"]
+    if "origin" in checkpoint.training:
+        facts["origin"] = checkpoint.training["origin"]
     files = template_files(templates_in(checkpoint.path))
     save_checkpoint(out, model, checkpoint.tokenizer, facts, state=state, files=files)
     kept = {i for of in taken.values() for i in of}

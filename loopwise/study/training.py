@@ -199,8 +199,8 @@ def first_model(config: RunConfig, tokenizer: Tokenizer) -> Start:
         "started_from": {"checkpoint": config.start_from, "weights_hash": checkpoint.weights_hash}
     }
     # Not `converted_from`: texts begin as in the training that follows, no longer as at the source.
-    if "retrofitted_from" in checkpoint.training:
-        carried["retrofitted_from"] = checkpoint.training["retrofitted_from"]
+    told = ("retrofitted_from", "origin")
+    carried |= {name: checkpoint.training[name] for name in told if name in checkpoint.training}
     return Start(model.train(), carried, template_files(templates_in(checkpoint.path)))
 
 

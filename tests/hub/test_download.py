@@ -52,7 +52,7 @@ def test_a_hub_id_is_downloaded_without_code_or_pickles(
     assert source_folder("ByteDance/Ouro-1.4B") == tmp_path
     assert source_folder("some.one/thing", allow_pickle=True) == tmp_path
     safe, all_kinds = (patterns for _, patterns in asked)
-    assert safe == ["*.json", "*.safetensors", "*.jinja"]
+    assert safe == ["*.json", "*.safetensors", "*.jinja", "README.md"]
     assert all_kinds == [*safe, "*.bin", "*.pt", "*.pth"]
 
 

@@ -105,6 +105,8 @@ def write(path: Path, kind: Any = None, **changes: Any) -> tuple[Path, Tensors, 
     writer.add_token_list(tokens)
     writer.add_token_types([3 if token == "<|endoftext|>" else 1 for token in tokens])
     writer.add_token_merges([" ".join(merge) for merge in model["merges"]])
+    if "license" in config:
+        writer.add_license(config["license"])
     writer.add_bos_token_id(config.get("start", 1))
     writer.add_eos_token_id(2)
     writer.add_add_bos_token(config.get("begins", False))

@@ -58,6 +58,7 @@ def test_what_it_was_made_of_and_its_chat_templates_go_along(tmp_path: Path) -> 
     """They were dropped: a healed instruct model had no template, its card no origin."""
     cut = {"checkpoint": "smol", "layers": {"prelude": [0], "core": [1, 2], "coda": [3]}}
     training = {"retrofitted_from": cut, "converted_from": {"format": "llama", "folder": "x"}}
+    training["origin"] = {"base_model": "someone/smol", "license": "mit"}
     files = {"chat_template.jinja": "{{ a }}", "additional_chat_templates/tools.jinja": "{{ b }}"}
     start = tmp_path / "start"
     save_checkpoint(start, make_model(), ByteTokenizer(), training, files=files)
@@ -66,7 +67,7 @@ def test_what_it_was_made_of_and_its_chat_templates_go_along(tmp_path: Path) -> 
     for folder in (Path(made["checkpoint"]), Path(again["checkpoint"])):
         assert templates_in(folder) == {"default": "{{ a }}", "tools": "{{ b }}"}
         facts = load_checkpoint(folder).training
-        assert facts["retrofitted_from"] == cut
+        assert facts["retrofitted_from"] == cut and facts["origin"] == training["origin"]
         assert "converted_from" not in facts, "its texts begin as its training documents did"
     older = tmp_path / "run" / "checkpoints" / "step-0000002"
     assert templates_in(older), "every checkpoint has them"

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from loopwise.hub.origin import known_model
 from loopwise.models.base import LoopedLM
 from loopwise.models.costs import flops_per_token, parameters
 from loopwise.writing import write_whole
@@ -31,10 +32,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("{name}")
 model = AutoModelForCausalLM.from_pretrained("{name}")
-ids = tokenizer("Once upon a time", return_tensors="pt")
+{ids}
 text = model.generate(**ids, {depth}max_new_tokens=40)[0]
 print(tokenizer.decode(text, skip_special_tokens=True))
 ```"""
+_TEXT = 'ids = tokenizer("Once upon a time", return_tensors="pt")'
+_CHAT = """\
+chat = [{"role": "user", "content": "Tell me a story."}]
+ids = tokenizer.apply_chat_template(
+    chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+)"""
 
 
 def model_card(
@@ -45,6 +52,7 @@ def model_card(
     name: str,
     num_loops: int,
     tags: Sequence[str] = (),
+    chats: bool = False,
 ) -> str:
     """The text of a ``README.md`` for the hub.
 
@@ -53,11 +61,13 @@ def model_card(
         name: folder or repository the example loads.
         num_loops: recurrences where a call does not say.
         tags: besides our own.
+        chats: whether the example is one of the checkpoint's chat template.
     """
     tiers, loops = exits.get("tiers", {}), model.geometry.max_depth != 1
     depth = f'exit="{next(iter(tiers))}", ' if tiers else f"num_loops={num_loops}, " * loops
     known = ["loopwise", *["depth-recurrent"] * loops, f"loopwise-{model.name}"]
-    head = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags:"]
+    head = ["---", "library_name: transformers", *_origin_lines(training)]
+    head += ["pipeline_tag: text-generation", "tags:"]
     head += [f"- {tag}" for tag in [*known, *(t for t in tags if t not in known)]]
     parts = [
         "\n".join([*head, "---"]),
@@ -66,7 +76,7 @@ def model_card(
         "(`pip install loopwise[hub]`); no remote code.",
         "Where transformers says that it does not recognize model type `loopwise`, the line "
         "`import loopwise.hub` is missing: it must come before the model is loaded.",
-        _USE.format(name=name, depth=depth),
+        _USE.format(name=name, depth=depth, ids=_CHAT if chats else _TEXT),
         "## Architecture",
         _architecture(model),
         "## Training",
@@ -78,6 +88,13 @@ def model_card(
     ]
     text = "\n\n".join(parts) + "\n"
     return text + _MARK.format(_hash(text))
+
+
+def _origin_lines(training: Mapping[str, Any]) -> list[str]:
+    """Of the header; a licence only where the source says one."""
+    folder = training.get("converted_from", {}).get("folder", "")
+    said = {"base_model": known_model(folder), **training.get("origin", {})}
+    return [f"{key}: {said[key]}" for key in ("base_model", "license") if said.get(key)]
 
 
 def write_card(folder: Path, text: str) -> None:

@@ -38,6 +38,7 @@ from loopwise.hub.auto.plan import LayerIndex, Plan, asked_by, make_plan
 from loopwise.hub.auto.upload import ONE_FILE, UPLOAD_ARGUMENTS, upload
 from loopwise.hub.auto.versions import check_version
 from loopwise.hub.auto.view import BatchView, FrozenView
+from loopwise.hub.read import DEFAULT_TEMPLATE
 from loopwise.measure.evaluate import check_length
 from loopwise.models import MODELS
 from loopwise.models.base import LoopedLM
@@ -387,6 +388,7 @@ class LoopwiseForCausalLM(PreTrainedModel, GenerationMixin):
             name=name,
             num_loops=self.config.usual_loops,
             tags=tags,
+            chats=DEFAULT_TEMPLATE in beside.chat_templates,
         )
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> str:
