@@ -863,6 +863,7 @@ def test_broken_results_are_one_line(tmp_path, content):
         (["--depth", "100000"], ["past the limit"]),
         (["--exit", "kl:abc"], ["'abc' is not a number"]),
         (["--exit", "kl:nan"], ["not a number"]),
+        (["--exit", "kl:-1"], ["'kl:-1'", "no token stops early", "at least 0"]),
         (["--exit", "kl"], ["has no threshold"]),
         (["--exit", "latnt-change:1"], ["did you mean 'latent-change'"]),
         (["--exit", "kl:1,maks=3"], ["no field 'maks'"]),

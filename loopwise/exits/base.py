@@ -185,7 +185,8 @@ class ExitPolicy:
             memory: ``(rows, memory_width)`` float32, zeros before recurrence 1; the caller owns it
                 and may gather, drop or add rows between calls.
         Returns:
-            Score ``(rows,)`` float32 (+inf where nothing can be said yet), and the new memory.
+            Score ``(rows,)`` float32, at least 0 (+inf where nothing can be said yet), and the new
+            memory.
         """
         raise NotImplementedError
 

@@ -85,7 +85,8 @@ def parse_rule(text: str, max_depth: int = 8) -> ExitRule:
     Args:
         max_depth: used where the text gives none.
     Raises:
-        ExitError: an unknown name or field, or a threshold that is not a number.
+        ExitError: an unknown name or field, or a threshold that is not a number, is infinite, or is
+            below every score.
         DepthError: a depth out of range.
     """
     name, _, rest = text.strip().partition(":")
@@ -171,6 +172,12 @@ def _number(text: str, value: str) -> float:
         number = math.nan
     if math.isnan(number):
         raise ExitError(f"exit rule {text!r}: {value!r} is not a number; write for example kl:1e-3")
+    if not 0 <= number < math.inf:  # no score is negative: see ExitPolicy.score
+        early = "no token stops early" if number < 0 else "every token stops at once"
+        raise ExitError(
+            f"exit rule {text!r}: at a threshold of {value} {early}; it must be finite and at "
+            "least 0, as scores are; write for example kl:1e-3, or fixed:8 for one depth"
+        )
     return number
 
 

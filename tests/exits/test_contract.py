@@ -133,6 +133,7 @@ def test_scores_are_float32_one_per_row_and_memory_keeps_its_shape(name, dtype):
         assert score.shape == (ROWS,)
         assert score.dtype == torch.float32
         assert not score.isnan().any()
+        assert (score >= 0).all(), "a threshold below 0 is refused, as one that does nothing"
         assert memory.shape == (ROWS, policy.memory_width(VOCAB, D_MODEL))
         assert memory.dtype == torch.float32
 
