@@ -1,9 +1,9 @@
 """Does a rule's allocation gain in replay survive being run live?
 
-Replayed: on the trace's full-depth trajectories, between the two thresholds that enclose the
-budget. Live: on its first blocks again, with tokens frozen at their exits; the thresholds that
-enclose the budget are searched for among those of the replay. Budgets count from full depth, on the
-same tokens, thresholds are those of the judged tokens.
+On the first blocks of a trace. Replayed: on full-depth trajectories, between the two thresholds
+that enclose the budget. Live: the same tokens again, frozen at their exits; the thresholds that
+enclose the budget are searched for among those of a replay of the whole trace. Budgets count from
+full depth on the same tokens, thresholds are those of the judged tokens.
 
 ``learned`` is taught the distance to the last output (``learned_distance.py``), on those documents
 of ``--text`` that the checkpoint's rules were fitted on, which are in no trace; ``live-learned`` on
@@ -28,7 +28,7 @@ from loopwise.exits.base import ExitPolicy
 from loopwise.exits.rule import ExitRule, build_policy, parse_rule
 from loopwise.measure.crossing import Curve, Point, Stops, at_loss
 from loopwise.measure.evaluate import batches
-from loopwise.measure.frontier import Yardstick
+from loopwise.measure.frontier import Yardstick, replayed_points
 from loopwise.measure.live import run_live
 from loopwise.measure.price import live_checks
 from loopwise.measure.scores import recorded_asks, recorded_score
@@ -171,19 +171,20 @@ def main() -> None:
         for name in dict.fromkeys(name for name, _, _ in wanted)
     }
     points: dict[str, dict[float, dict[str, Point | None]]] = {}
-    uniform = Curve.uniform(whole)
+    uniform = Curve.uniform(few)
     points["uniform"] = {
         b: {"replayed": _crossing(uniform, b), "live": None} for b in options.budgets
     }
-    scores = {name: scored(trace, checkpoint, of, name, depth) for name, of in policies.items()}
+    scores = {n: scored(trace, checkpoint, p, n, depth) for n, p in policies.items()}
     for name, comma, fields in wanted:
         rule, asked = open_rule(name, fields, depth), None
         if name not in LEARNED:
             asked = recorded_asks(trace, name)
         curve = Curve.swept(scores[name], rule, whole, asked)
         live = Live(checkpoint, policies[name], curve, few, parts)
+        replayed = on_some(curve, of, few)
         points[name + comma + fields] = {
-            b: {"replayed": _crossing(curve, b), "live": live.point(b)} for b in options.budgets
+            b: {"replayed": _crossing(replayed, b), "live": live.point(b)} for b in options.budgets
         }
         print(f"{name}{comma}{fields}: {len(live.ran)} live runs", flush=True)
     rows = [shown(name, found) for name, found in points.items()]
@@ -191,6 +192,15 @@ def main() -> None:
     facts = {"trace": str(options.trace), "checkpoint": str(options.checkpoint), "depth": depth}
     counts = {"tokens": trace.n_tokens, "live_tokens": len(few.loss)}
     finish("live-gain", {**facts, **counts, "rows": points}, options.save)
+
+
+def on_some(curve: Curve, of: NDArray, yardstick: Yardstick) -> Curve:
+    """The same thresholds on some of the tokens, ``of (tokens,)`` bool."""
+    score, asked = curve.score[of], None if curve.asked is None else curve.asked[of]
+    points = [
+        replayed_points(score, rule, yardstick, [rule.threshold], asked)[0] for rule in curve.rules
+    ]
+    return Curve(score, curve.rules, points, yardstick, asked)
 
 
 def _crossing(curve: Curve, budget: float) -> Point | None:
