@@ -50,11 +50,13 @@ from loopwise.study.training import (
     warn_of_shared,
 )
 from loopwise.tokenizer import TOKENIZER_FILE
+from loopwise.train.lock import only_trainer
 from loopwise.writing import make_folder, write_whole
 
 Event = dict[str, Any]
 Asked = dict[str, Any]
 Emit = Callable[[Event], None]
+_TAKEN = "go on with --resume or choose another name with --out"
 
 
 def run_study(asked: Asked, folder: Path, emit: Emit, resume: bool = False) -> Event:
@@ -225,11 +227,13 @@ def _begin(asked: Asked, folder: Path, emit: Emit, resume: bool, *, to_measure: 
     """
     if resume:
         config = _stored_config(folder, asked)
+        with only_trainer(folder):  # refused before text is read; training takes it again
+            pass
         # A run may have been stopped before it had one.
         tokenizer_folder = folder if (folder / TOKENIZER_FILE).is_file() else None
     else:
         config, tokenizer_folder = build_config(asked), None
-        require_free(folder, "go on with --resume or choose another name with --out")
+        require_free(folder, _TAKEN)
         check_memory(config)
     if to_measure:
         open_reference(config.measure)
@@ -245,6 +249,7 @@ def _begin(asked: Asked, folder: Path, emit: Emit, resume: bool, *, to_measure: 
             None if to_fit else [],
         )
     if not resume:
+        require_free(folder, _TAKEN)  # another run may have begun there meanwhile
         make_folder(folder)
         table = {"loopwise": loopwise.__version__, "settings": resolved_table(config)}
         write_whole(folder / "config.json", json.dumps(table, indent=2) + "\n")

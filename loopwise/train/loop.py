@@ -21,6 +21,7 @@ from loopwise.models.costs import flops_per_token, parameters
 from loopwise.tokenizer import Tokenizer
 from loopwise.train.diagnostics import Diagnostics, gradients_of
 from loopwise.train.estimate import planned_gib
+from loopwise.train.lock import only_trainer
 from loopwise.train.loss import LoopedLoss, LossOn, ObjectiveConfig, Teacher
 from loopwise.train.machine import can_compile, matmul_peak, peak_memory_gib, pick_dtype
 from loopwise.train.metrics import MetricLog
@@ -192,8 +193,14 @@ class Trainer:
         Raises:
             Interrupted: SIGTERM or SIGINT; the state was saved first.
             NonFiniteError: a loss or gradient was not finite (``non_finite = stop``).
+            RunFolderError: another trainer is at work in the folder.
             WriteError: the disk refused the log; earlier checkpoints are untouched.
         """
+        make_folder(self.folder)
+        with only_trainer(self.folder):
+            return self._run(resume)
+
+    def _run(self, resume: bool) -> Event:
         checkpoints = self.folder / "checkpoints"
         make_folder(checkpoints)
         clean_leftovers(checkpoints)
