@@ -788,6 +788,23 @@ def test_a_checkpoint_of_a_run_is_measured_as_the_run_is(finished):
     refused(run("measure", checkpoint), "holds a finished trace", "--out")
 
 
+def test_measuring_says_which_rules_it_stores_with_the_checkpoint(a_run, tmp_path):
+    """With --out elsewhere, exits.json of the checkpoint was written without a word."""
+    file = a_run / "checkpoints" / "step-0000003" / "exits.json"
+    file.unlink()
+    command = ["measure", a_run, *sets(*TINY_MEASURE), "--json", "--out"]
+    result = run(*command, tmp_path / "first")
+    told = answer(result)["fitted"]
+    assert told == {"rules": list(json.loads(file.read_text())["policies"]), "file": str(file)}
+    assert "probe" in told["rules"]
+    plain = run("measure", a_run, *sets(*TINY_MEASURE), "--out", tmp_path / "second")
+    assert "fitted rules" not in plain.stdout, "there already"
+    file.unlink()
+    plain = run("measure", a_run, *sets(*TINY_MEASURE), "--out", tmp_path / "third")
+    lines = [line for line in plain.stdout.splitlines() if "fitted" in line]
+    assert lines == [f"fitted rules: {', '.join(told['rules'])}; stored in {file}"]
+
+
 # Broken checkpoints and traces.
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -38,6 +38,8 @@ def measure(
 ) -> None:
     """Trace every token of --data at every recurrence; fits exit rules on its first part.
 
+    What is fitted is stored with the checkpoint, in its exits.json, wherever the traces go.
+
     --set measure.reference=CHECKPOINT measures another model on the same text.
     """
     with command(as_json, debug, _measured_kept(checkpoint, out)) as (display, answer):
@@ -46,8 +48,17 @@ def measure(
         from loopwise.study import measure_command
 
         settings = measuring_table(config, set_, data)
-        traces = measure_command(checkpoint, data, settings, out, display)
+        fits: list[dict[str, Any]] = []
+
+        def emit(event: dict[str, Any]) -> None:
+            if event["event"] == "fitted":
+                fits.append({"rules": event["rules"], "file": event["file"]})
+            display(event)
+
+        traces = measure_command(checkpoint, data, settings, out, emit)
         display.stop()
+        for fit in fits:
+            print(f"fitted rules: {', '.join(fit['rules'])}; stored in {fit['file']}")
         for trace in traces:
             print(f"trace: {trace.folder}, {trace.n_tokens:,} tokens")
         references = [read_reference(t) for t in traces]
@@ -55,7 +66,8 @@ def measure(
             if found is not None:
                 print(f"{trace.header['corpus']}: {reference_line(found)}")
         out_paths, tokens = [str(t.folder) for t in traces], [t.n_tokens for t in traces]
-        answer({"traces": out_paths, "tokens": tokens, "references": references})
+        told = {"traces": out_paths, "tokens": tokens, "references": references}
+        answer({**told, "fitted": fits[0] if fits else None})
 
 
 @app.command()

@@ -183,7 +183,9 @@ def _fit_missing(
         states[name] = fit_policy(name, checkpoint, parts, horizon)
         emit({"event": "progress", "stage": f"fitting {name}", "done": 1, "total": 1})
     exits = {"policies": states, "fitted_on": here if fitted_on is None else fitted_on}
-    return write_exits(checkpoint, {**checkpoint.exits, **exits}), plans
+    done = write_exits(checkpoint, {**checkpoint.exits, **exits})
+    emit({"event": "fitted", "rules": missing, "file": str(checkpoint.path / "exits.json")})
+    return done, plans
 
 
 def _fit_batches(
