@@ -22,10 +22,10 @@ def write_lookups(draft: Draft) -> None:
     draft.text = "".join(f"{fact.text}\n" for fact in told)
     rng.shuffle(chains)
     for chain in chains:
-        draft.answer(f"? {chain.question}: {{answer}}\n", Puzzle(told, chain))
+        draft.answer(f"? {chain.question} {{answer}}\n", Puzzle(told, chain))
 
 
 def _handed_on(draft: Draft, hops: int) -> Chain:
     stops = [*draft.take(OBJECTS), *draft.take(NAMES, hops)]
-    facts = tuple(Fact(a, b, f"- {a}: {b}") for a, b in itertools.pairwise(stops))
+    facts = tuple(Fact(a, b, f"- {a} {b}") for a, b in itertools.pairwise(stops))
     return Chain(facts, stops[0], "{answer}", stops[-1])
