@@ -91,6 +91,10 @@ def tasks(
     max_length: Annotated[
         int | None, typer.Option("--max-length", help="Tokens of a request; default: as trained.")
     ] = None,
+    max_gen_toks: Annotated[
+        int | None,
+        typer.Option("--max-gen-toks", help="New tokens of an answer; default: the task's."),
+    ] = None,
     too_long: Annotated[
         Literal["truncate", "skip"], typer.Option("--too-long", help="Questions that do not fit.")
     ] = "truncate",
@@ -124,6 +128,7 @@ def tasks(
             data_dir=data_dir,
             limit=limit,
             num_fewshot=num_fewshot,
+            max_gen_toks=max_gen_toks,
             chat_template=chat_template,
             too_long=too_long,
             out=out,

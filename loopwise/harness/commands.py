@@ -21,7 +21,7 @@ from loopwise.errors import (
     RunFolderError,
 )
 from loopwise.harness.documents import find_file
-from loopwise.harness.generating import room_for_prompt, sampling
+from loopwise.harness.generating import LENGTHS, room_for_prompt, sampling
 from loopwise.harness.installed import harness, harness_version
 from loopwise.harness.model import ModelOptions, harness_class
 from loopwise.harness.tasks import DATA_DIR_VARIABLE, ENDING, load_tasks
@@ -50,6 +50,7 @@ class TasksOptions:
         data_dir: folder of the local tasks' files; None: what the environment names.
         limit: questions of each task at most.
         num_fewshot: solved examples before each question; None: what the task says.
+        max_gen_toks: new tokens of an answer, in place of what tasks that generate say.
         chat_template: render prompts with the checkpoint's chat template.
         too_long: what becomes of questions that do not fit: cut from the left, or left out.
         out: JSON file to write.
@@ -59,6 +60,7 @@ class TasksOptions:
     data_dir: Path | None = None
     limit: int | None = None
     num_fewshot: int | None = None
+    max_gen_toks: int | None = None
     chat_template: bool = False
     too_long: TooLong = "truncate"
     out: Path | None = None
@@ -68,6 +70,8 @@ class TasksOptions:
             raise ConfigError(f"--limit {self.limit} must be at least 1")
         if self.num_fewshot is not None and self.num_fewshot < 0:
             raise ConfigError(f"--num-fewshot {self.num_fewshot} must not be negative")
+        if self.max_gen_toks is not None and self.max_gen_toks < 1:
+            raise ConfigError(f"--max-gen-toks {self.max_gen_toks} must be at least 1")
         if self.too_long not in get_args(TooLong):
             raise ConfigError(
                 f"--too-long {self.too_long!r} must be {' or '.join(get_args(TooLong))}"
@@ -103,6 +107,8 @@ def tasks_command(
     loaded = load_tasks(tasks, data_dir)
     for name, task in loaded["tasks"].items():
         _set_shots(task, name, options.num_fewshot, emit)
+    if options.max_gen_toks is not None:
+        _set_lengths(loaded["tasks"], options.max_gen_toks)
 
     def progress(what: str, done: int, total: int) -> None:
         emit({"event": "progress", "stage": what, "done": done, "total": total})
@@ -110,7 +116,7 @@ def tasks_command(
     fields = {name: getattr(options.model, name) for name in options.model.__slots__}
     model = harness_class()(folder, progress=progress, **fields)
     for name, task in loaded["tasks"].items():  # else likelihoods would be scored first, in vain
-        if task.get_config("output_type") == "generate_until":
+        if _generates(task):
             asked = sampling(task.get_config("generation_kwargs") or {})
             room_for_prompt(asked, model.max_length, f"task {name}")
     named = options.model.tier or options.model.exit
@@ -230,6 +236,28 @@ def _set_shots(task: Any, name: str, asked: int | None, emit: Emit) -> None:
     task.set_fewshot_seed(seed=FEWSHOT_SEED)
 
 
+def _generates(task: Any) -> bool:
+    return bool(task.get_config("output_type") == "generate_until")
+
+
+def _set_lengths(tasks: Mapping[str, Any], asked: int) -> None:
+    """New tokens of every answer, under whichever name a task has them.
+
+    Raises:
+        ConfigError: none of the tasks generates.
+    """
+    generating = [task for task in tasks.values() if _generates(task)]
+    if not generating:
+        raise ConfigError(
+            f"--max-gen-toks {asked} is for tasks that generate, and none of {', '.join(tasks)} "
+            "does; leave it out"
+        )
+    for task in generating:
+        own = task.get_config("generation_kwargs") or {}
+        kept = {name: value for name, value in own.items() if name not in LENGTHS}
+        task.set_config(key="generation_kwargs", value={**kept, LENGTHS[0]: asked})
+
+
 def _fitting(
     model: Any, tasks: Mapping[str, Any], options: TasksOptions
 ) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
@@ -286,6 +314,7 @@ def _result(
             **info,
             "limit": options.limit,
             "num_fewshot": options.num_fewshot,
+            "max_gen_toks": options.max_gen_toks,
             "fewshot_seed": FEWSHOT_SEED,
             "too_long": options.too_long,
             "bootstrap_iters": _BOOTSTRAP,

@@ -14,9 +14,9 @@ from loopwise.harness.scoring import Progress, Scorer
 from loopwise.registry import did_you_mean
 
 MAX_NEW_TOKENS = 256  # where a task says nothing, as the harness's own backends have it
-_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-_KNOWN = ("until", "do_sample", "seed", *_LENGTHS, *_SAMPLING)
+_KNOWN = ("until", "do_sample", "seed", *LENGTHS, *_SAMPLING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def sampling(settings: Mapping[str, Any], repeat: int = 0) -> SamplingParams:
                 f"generation setting {name!r} is not supported{hint} known: {', '.join(_KNOWN)}"
             )
     until = settings.get("until") or ()
-    lengths = [settings[name] for name in _LENGTHS if settings.get(name) is not None]
+    lengths = [settings[name] for name in LENGTHS if settings.get(name) is not None]
     temperature = settings.get("temperature")
     samples = settings.get("do_sample")
     if samples is None:
@@ -97,7 +97,8 @@ def room_for_prompt(params: SamplingParams, max_length: int, who: str = "a task"
     if room < 1:
         raise ConfigError(
             f"{who} asks for {params.max_tokens} new tokens, which leaves no room for a prompt in "
-            f"{max_length}; raise --max-length or lower max_gen_toks"
+            f"{max_length}; raise --max-length or ask for fewer with --max-gen-toks (under "
+            "python -m loopwise.harness: --gen_kwargs max_gen_toks=N)"
         )
     return room
 

@@ -204,6 +204,19 @@ class TestRun:
             tasks_command(checkpoint.path, ["copa_local", "gsm8k_local"], asked, heard)
         assert not [e for e in heard.events if e["event"] == "progress"]
 
+    def test_answers_may_be_made_shorter(self, checkpoint, folder):
+        """The refusal said to lower max_gen_toks, which no option did."""
+        model = {"depth": 1, "max_length": 64}
+        with pytest.raises(ConfigError, match="ask for fewer with --max-gen-toks"):
+            tasks_command(checkpoint.path, ["gsm8k_local"], options(folder, model), Heard())
+        asked = options(folder, model, limit=1, max_gen_toks=5)
+        found = tasks_command(checkpoint.path, ["gsm8k_local", "copa_local"], asked, Heard())
+        settings = found["configs"]["gsm8k_local"]["generation_kwargs"]
+        assert settings["max_gen_toks"] == 5 and "until" in settings
+        assert found["settings"]["max_gen_toks"] == 5
+        with pytest.raises(ConfigError, match="none of copa_local does; leave it out"):
+            tasks_command(checkpoint.path, ["copa_local"], asked, Heard())
+
     def test_u32_questions_that_do_not_fit_are_cut_and_counted_or_left_out(
         self, checkpoint, tmp_path
     ):
@@ -307,6 +320,8 @@ class TestRefusals:
             options(None, limit=0)
         with pytest.raises(ConfigError, match="--num-fewshot -1"):
             options(None, num_fewshot=-1)
+        with pytest.raises(ConfigError, match="--max-gen-toks 0"):
+            options(None, max_gen_toks=0)
         with pytest.raises(ConfigError, match="truncate or skip"):
             options(None, too_long="drop")
 
