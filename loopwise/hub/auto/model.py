@@ -1,48 +1,33 @@
-"""A looped model as transformers knows models: called, generated with, trained, saved, uploaded."""
+"""A looped model as transformers knows models: called, generated with, trained."""
 
 from __future__ import annotations
 
 import copy
 import functools
-import tempfile
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from loopwise.errors import CheckpointError, ConfigError
+from loopwise.errors import ConfigError
 from loopwise.exits.rule import ExitRule
 from loopwise.hub.auto.cache import CACHE, check_cache, one_cache
-from loopwise.hub.auto.card import model_card, write_card
 from loopwise.hub.auto.config import LoopwiseConfig
-from loopwise.hub.auto.folder import (
-    BROKEN,
-    HUB_ARGUMENTS,
-    WEIGHTS,
-    Beside,
-    beside_these,
-    read_beside,
-    say_what_is_wrong,
-    write_beside,
-)
+from loopwise.hub.auto.folder import Beside
 from loopwise.hub.auto.inputs import read_inputs
 from loopwise.hub.auto.passes import Passed, exit_pass, uniform_pass
 from loopwise.hub.auto.plan import LayerIndex, Plan, asked_by, make_plan
-from loopwise.hub.auto.upload import ONE_FILE, UPLOAD_ARGUMENTS, upload
+from loopwise.hub.auto.stored import StoredModel, with_prefix
 from loopwise.hub.auto.versions import check_version
 from loopwise.hub.auto.view import BatchView, FrozenView
-from loopwise.hub.read import DEFAULT_TEMPLATE
 from loopwise.measure.evaluate import check_length
 from loopwise.models import MODELS
 from loopwise.models.base import LoopedLM
-from loopwise.models.checkpoint import usual_depth
 
 check_version(transformers.__version__)
 
@@ -68,7 +53,7 @@ class Recurrence(GradientCheckpointingLayer):
         return model.core_step(latent, injection, r, view)
 
 
-class LoopwiseForCausalLM(PreTrainedModel, GenerationMixin):
+class LoopwiseForCausalLM(StoredModel, GenerationMixin):
     """Any architecture of MODELS behind the interfaces of transformers.
 
     ``num_loops`` and ``exit`` are arguments of a call and of `generate`; nothing remembers them.
@@ -76,11 +61,10 @@ class LoopwiseForCausalLM(PreTrainedModel, GenerationMixin):
 
     Attributes:
         model: the :class:`loopwise.models.base.LoopedLM`.
-        beside: what lay beside its weights.
+        beside: what lay beside its weights; :mod:`loopwise.hub.auto.stored` reads and writes it.
     """
 
     config_class = LoopwiseConfig
-    base_model_prefix = "model"
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True  # `Trainer` may pass num_items_in_batch
@@ -89,11 +73,11 @@ class LoopwiseForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: LoopwiseConfig) -> None:
         super().__init__(config)
-        self.model: LoopedLM = MODELS[config.architecture](config.settings)
+        self.model = MODELS[config.architecture](config.settings)
         self.recurrence = Recurrence()
         self.beside = Beside()
         self.default_plan: Plan | None = None  # of the copy that `generate` works on
-        self.register_load_state_dict_pre_hook(_with_prefix)
+        self.register_load_state_dict_pre_hook(with_prefix)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -300,121 +284,6 @@ class LoopwiseForCausalLM(PreTrainedModel, GenerationMixin):
     def create_masks_for_generate(attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
         """The mask as it is: each call turns it into what its cache needs."""
         return attention_mask
-
-    @classmethod
-    def from_pretrained(cls, source: Any, *args: Any, **kwargs: Any) -> Any:
-        """As transformers loads models, but strict, and with what lies beside the weights.
-
-        Raises:
-            CheckpointError: tensors missing or unknown, by name; or what `load_checkpoint` says.
-        """
-        wants_info = kwargs.pop("output_loading_info", False)
-        try:
-            model, info = super().from_pretrained(source, *args, output_loading_info=True, **kwargs)
-        except BROKEN:
-            say_what_is_wrong(Path(source, kwargs.get("subfolder") or ""))
-            raise
-        problems = [f"missing {key}" for key in sorted(info["missing_keys"])]
-        problems += [f"unknown {key}" for key in sorted(info["unexpected_keys"])]
-        if problems:
-            shown = "; ".join(problems[:5]) + ("; ..." if len(problems) > 5 else "")
-            raise CheckpointError(f"{str(source)!r} does not fit its config: {shown}")
-        where = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
-        model.beside = read_beside(str(source), kwargs.get("subfolder") or "", **where)
-        model.beside.check(model.config.vocab_size)
-        if model.config.num_loops is None:  # an older config.json
-            limit = model.model.geometry.max_depth
-            model.config.num_loops = usual_depth(model.beside.training, limit)
-        model._take_special_ids()
-        return (model, info) if wants_info else model
-
-    def _take_special_ids(self) -> None:
-        """What begins and ends texts, where no generation_config.json said so."""
-        checkpoint, generation = self.beside.checkpoint(self.model), self.generation_config
-        if checkpoint is None or generation is None:
-            return
-        ends = list(checkpoint.tokenizer.end_ids)
-        for name, usual in (
-            ("bos_token_id", checkpoint.tokenizer.bos_id),
-            ("eos_token_id", ends if len(ends) > 1 else ends[0]),
-            ("pad_token_id", ends[0]),
-        ):
-            if getattr(generation, name) is None:
-                setattr(generation, name, usual)
-
-    def save_pretrained(
-        self,
-        save_directory: Any,
-        is_main_process: bool = True,
-        state_dict: Mapping[str, Tensor] | None = None,
-        push_to_hub: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        """Write a loopwise checkpoint: one that transformers and loopwise both load.
-
-        Exit rules and tiers go along as long as the weights are those they were made for. A model
-        card that somebody edited is kept, in the folder and on the hub.
-
-        Args:
-            kwargs: of transformers' own method, and of `push_to_hub`.
-        Raises:
-            CheckpointError: the weights would be spread over several files.
-        """
-        given = {k: kwargs.pop(k) for k in ("repo_id", *UPLOAD_ARGUMENTS) if k in kwargs}
-        kwargs.setdefault("max_shard_size", ONE_FILE)
-        folder = Path(save_directory)
-        state = self.state_dict() if state_dict is None else state_dict
-        state = {key.removeprefix(f"{self.base_model_prefix}."): t for key, t in state.items()}
-        beside = beside_these(self.beside, state)
-        super().save_pretrained(folder, is_main_process, state, **kwargs)
-        if not is_main_process:
-            return
-        if not (folder / WEIGHTS).is_file():
-            raise CheckpointError(
-                f"the weights in {str(folder)!r} are not in one {WEIGHTS}, as a loopwise "
-                "checkpoint has them; leave max_shard_size and variant out"
-            )
-        write_beside(folder, beside)
-        name = given.get("repo_id", folder.name)
-        write_card(folder, self._card(beside, name, given.pop("tags", None) or ()))
-        if push_to_hub:
-            upload(folder, given.pop("repo_id", folder.name), **given)
-
-    def _card(self, beside: Beside, name: str, tags: Sequence[str]) -> str:
-        return model_card(
-            self.model,
-            beside.training,
-            beside.exits,
-            name=name,
-            num_loops=self.config.usual_loops,
-            tags=tags,
-            chats=DEFAULT_TEMPLATE in beside.chat_templates,
-        )
-
-    def push_to_hub(self, repo_id: str, **kwargs: Any) -> str:
-        """Upload what `save_pretrained` writes, with its model card; the address of the commit.
-
-        Args:
-            kwargs: those of `UPLOAD_ARGUMENTS`.
-        Raises:
-            ConfigError: an argument that is not one of these.
-        """
-        unknown = sorted(set(kwargs) - set(UPLOAD_ARGUMENTS))
-        if unknown:
-            raise ConfigError(
-                f"push_to_hub has no {', '.join(unknown)}; known: {', '.join(UPLOAD_ARGUMENTS)}"
-            )
-        tags = kwargs.pop("tags", None)
-        with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder, repo_id=repo_id, tags=tags)
-            return upload(Path(folder), repo_id, **kwargs)
-
-
-def _with_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Lets ``load_state_dict`` take the names of the file, as `Trainer` does when it resumes."""
-    own = f"{prefix}{LoopwiseForCausalLM.base_model_prefix}."
-    for key in [k for k in state_dict if k.startswith(prefix) and not k.startswith(own)]:
-        state_dict[own + key.removeprefix(prefix)] = state_dict.pop(key)
 
 
 AutoModelForCausalLM.register(LoopwiseConfig, LoopwiseForCausalLM, exist_ok=True)
