@@ -38,6 +38,9 @@ from loopwise.tokenizer import Tokenizer
 from loopwise.writing import write_whole
 
 FILE, FORMAT, VERSION = "reference.json", "loopwise-reference", 1
+_WORDS = ("name", "checkpoint", "weights_hash", "traced_weights_hash", "dtype", "start_token")
+_COUNTS = ("parameters", "depth", "tokens", "bytes", "best_depth")
+_INTERVALS = ("bits_per_byte", "best_bits_per_byte", "above_bits_per_byte")
 _BATCH_LOGITS = 2**26
 _COMMIT = re.compile(r"[0-9a-f]{40}")  # how the hub's cache names the folders of its snapshots
 
@@ -163,14 +166,37 @@ def read_reference(trace: Trace) -> dict[str, Any] | None:
     """What was stored beside a trace; None where nothing was, or it is of another one.
 
     Raises:
-        TraceError: it is damaged.
+        TraceError: it is damaged, or lacks a part.
     """
     file = trace.folder / FILE
     if not file.is_file():
         return None
     found = read_json_object(file, TraceError)
-    same = found.get("traced_weights_hash") == trace.header["weights_hash"]
-    return found if same and found.get("version") == VERSION else None
+    if found.get("version", VERSION) != VERSION:
+        return None
+    broken = _broken_parts(found)
+    if broken:
+        raise TraceError(
+            f"{str(file)!r} is damaged: {', '.join(broken)} missing or of the wrong kind; remove "
+            "it and measure the reference again"
+        )
+    return found if found["traced_weights_hash"] == trace.header["weights_hash"] else None
+
+
+def _broken_parts(found: dict[str, Any]) -> list[str]:
+    """Names in a stored file that are not as `measure_reference` gives them."""
+
+    def is_number(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+
+    def is_interval(value: Any) -> bool:
+        return isinstance(value, dict) and all(
+            is_number(value.get(k)) for k in ("mean", "low", "high")
+        )
+
+    broken = [name for name in _WORDS if not isinstance(found.get(name), str)]
+    broken += [name for name in _COUNTS if type(found.get(name)) is not int]
+    return broken + [name for name in _INTERVALS if not is_interval(found.get(name))]
 
 
 def _runs(blocks: TokenBatch) -> Iterator[tuple[int, list[int], list[int]]]:

@@ -168,6 +168,22 @@ def test_what_is_stored_is_of_this_trace_or_nothing(tmp_path, same):
         read_reference(trace)
 
 
+def test_a_stored_reference_that_lacks_a_part_is_one_line(tmp_path, same):
+    """It was a KeyError, of whoever read that part first."""
+    trace = traced(tmp_path / "t", STORIES[:1])
+    found = measure_reference(trace, ByteTokenizer(), same)
+    for key in found:
+        if key not in ("format", "version"):
+            write_reference(trace, {k: v for k, v in found.items() if k != key})
+            with pytest.raises(TraceError, match=rf"reference\.json.* is damaged: {key} missing"):
+                read_reference(trace)
+    write_reference(trace, {**found, "bits_per_byte": {"mean": 1.0}, "depth": "8"})
+    with pytest.raises(TraceError, match="depth, bits_per_byte missing or of the wrong kind"):
+        read_reference(trace)
+    write_reference(trace, {"version": 2})
+    assert read_reference(trace) is None, "of another version, which may have other parts"
+
+
 def test_a_trace_without_text_is_refused(tmp_path, same):
     trace = traced(tmp_path / "t", [""] * 9)
     with pytest.raises(TraceError, match="no text"):
