@@ -30,6 +30,12 @@ from loopwise.models import MODELS
 from loopwise.models.base import LoopedLM
 
 check_version(transformers.__version__)
+_OTHER_TOKENS = (
+    "assistant_model has tokens that the model does not have: to sample with it, transformers "
+    "would cut its head to those of both, which loopwise models do not allow; use do_sample=False, "
+    "or an assistant of the model's own tokenizer"
+)
+_ASSISTANCE = ("assistant_model", "tokenizer", "assistant_tokenizer")
 
 
 @dataclass
@@ -94,6 +100,13 @@ class LoopwiseForCausalLM(StoredModel, GenerationMixin):
         return dict(self.model.named_children()).get("unembedding")
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Another matrix for the head.
+
+        Raises:
+            ConfigError: it has none, as a head that transformers has cut to some of the tokens.
+        """
+        if not hasattr(new_embeddings, "weight"):
+            raise ConfigError(_OTHER_TOKENS)
         self.model.unembedding = new_embeddings
 
     def resize_token_embeddings(
@@ -258,7 +271,8 @@ class LoopwiseForCausalLM(StoredModel, GenerationMixin):
             num_loops, exit: as for a call, at most one of them; a ``GenerationConfig`` may say
                 them too.
         Raises:
-            ConfigError: ``assistant_early_exit``, which is for models of layers that run once.
+            ConfigError: ``assistant_early_exit``, which is for models of layers that run once; or
+                an assistant of ours with other tokens, to sample with.
         """
         given = args[0] if args else kwargs.get("generation_config")
         if kwargs.get("assistant_early_exit") is not None:
@@ -266,6 +280,9 @@ class LoopwiseForCausalLM(StoredModel, GenerationMixin):
                 "assistant_early_exit counts layers; to draft with fewer recurrences load the same "
                 "folder again with num_loops=2 and give it as assistant_model="
             )
+        said = [getattr(config, "do_sample", None) for config in (given, self.generation_config)]
+        if next((s for s in (kwargs.get("do_sample"), *said) if s is not None), False):
+            _check_assistant(*map(kwargs.get, _ASSISTANCE))
         plan = self._plan(*asked_by(num_loops, exit, (given, self.generation_config)))
         other = copy.copy(self)  # the same modules and weights; depth and caches of this call alone
         other.config = self.config.at(plan.rule.max_depth, plan.coda_entries)
@@ -284,6 +301,17 @@ class LoopwiseForCausalLM(StoredModel, GenerationMixin):
     def create_masks_for_generate(attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
         """The mask as it is: each call turns it into what its cache needs."""
         return attention_mask
+
+
+def _check_assistant(assistant: Any, tokenizer: Any, its_tokenizer: Any) -> None:
+    """Refuse what would make transformers cut the head and the embedding of a model of ours.
+
+    It does so where it samples with an assistant that has tokens the model does not have.
+    """
+    if not isinstance(assistant, LoopwiseForCausalLM) or tokenizer is None or its_tokenizer is None:
+        return
+    if its_tokenizer.get_vocab().keys() - tokenizer.get_vocab().keys():
+        raise ConfigError(_OTHER_TOKENS)
 
 
 AutoModelForCausalLM.register(LoopwiseConfig, LoopwiseForCausalLM, exist_ok=True)

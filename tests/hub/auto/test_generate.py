@@ -8,8 +8,11 @@ import torch
 from loopwise.errors import ConfigError, DepthError, ExitError
 from loopwise.exits.rule import build_policy, parse_rule
 from loopwise.measure.tiers import write_tiers
-from loopwise.models.checkpoint import load_checkpoint, write_exits
-from tests.hub.auto.folders import IDS, build, gap, saved
+from loopwise.models.checkpoint import load_checkpoint, save_checkpoint, write_exits
+from loopwise.models.recurrent import RecurrentConfig, RecurrentModel
+from loopwise.tokenizer import BPETokenizer
+from tests.conftest import TINY
+from tests.hub.auto.folders import IDS, TRAINING, build, gap, saved
 
 transformers = pytest.importorskip("transformers")
 import loopwise.hub  # noqa: E402, F401 - what makes the Auto classes know us
@@ -194,6 +197,29 @@ def test_a_shallow_model_drafts_for_a_deep_one(model, path, asked):
     text = model.generate(PROMPT, assistant_model=draft, max_new_tokens=12, **asked, **GREEDY)
     assert torch.equal(text, plain)
     assert depths == {1}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_sampling_with_an_assistant_of_other_tokens_is_refused(model, path, tmp_path, tied):
+    """transformers cuts the assistant's head; it was an AttributeError out of its own code."""
+    tokenizer = BPETokenizer.train(["the cat sat on the mat and the dog on the log; " * 8], 300)
+    sizes = {**TINY, "tie_embeddings": tied}
+    small = RecurrentModel(RecurrentConfig(vocab_size=tokenizer.vocab_size, **sizes))
+    save_checkpoint(tmp_path / "draft", small, tokenizer, TRAINING)
+    draft = load(tmp_path / "draft")
+    own, its = map(transformers.AutoTokenizer.from_pretrained, (path, tmp_path / "draft"))
+    asked = {"assistant_model": draft, "tokenizer": own, "assistant_tokenizer": its}
+    asked |= {"max_new_tokens": 6, "pad_token_id": 0}
+    sampled = transformers.GenerationConfig(do_sample=True, max_new_tokens=6, pad_token_id=0)
+    for how in ({"do_sample": True}, {"generation_config": sampled}):
+        with pytest.raises(ConfigError, match="use do_sample=False, or an assistant of the model"):
+            model.generate(PROMPT, **asked, **how)
+    plain = model.generate(PROMPT, max_new_tokens=6, **GREEDY)
+    assert torch.equal(model.generate(PROMPT, **asked, do_sample=False), plain)
+    with pytest.raises(ConfigError, match="has tokens that the model does not have"):
+        draft.set_output_embeddings(torch.nn.Sequential(torch.nn.Linear(4, 4)))
+    same = {"assistant_model": load(path), "do_sample": True, "max_new_tokens": 6}
+    assert model.generate(PROMPT, **same, pad_token_id=0).shape == (1, len(IDS) + 6)
 
 
 def test_drafts_by_looking_up_the_prompt(model):
