@@ -52,6 +52,7 @@ FIELDS = {
     "rope.freq_base": "rope_theta",
     "context_length": "max_position_embeddings",
 }
+_MAGIC = b"GGUF"
 CONTROL = 3  # token type of special tokens
 # Pre-tokenizers by llama.cpp's name for them: what comes before the byte-level split.
 SPLITS: dict[str, list[dict[str, Any]]] = {
@@ -73,9 +74,7 @@ def open_gguf(path: Path) -> Source:
         reader = gguf.GGUFReader(path)
         said = {key: field.contents() for key, field in reader.fields.items()}
     except (ValueError, IndexError, KeyError, OSError) as err:  # as damage shows
-        raise CheckpointError(
-            f"{str(path)!r} is truncated or no GGUF file ({err}); copy it again"
-        ) from None
+        raise CheckpointError(f"{str(path)!r} {_damage(path, gguf.GGUF_VERSION)}") from err
     tensors = {_key(tensor.name): tensor for tensor in reader.tensors}
     shapes: dict[str, Shape] = {
         key: tuple(int(n) for n in reversed(tensor.shape)) for key, tensor in tensors.items()
@@ -101,6 +100,27 @@ def open_gguf(path: Path) -> Source:
         special_ids=_special_ids(said),
         chat_templates=_chat_templates(path, said),
         license=_license(said.get("general.license")),
+    )
+
+
+def _damage(path: Path, newest: int) -> str:
+    """What is wrong with a file that the library could not read, which says it in its own words.
+
+    Args:
+        newest: version of the format that the library knows.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        magic, version = file.read(4), int.from_bytes(file.read(4), "little")
+    if magic != _MAGIC:
+        return f"is no GGUF file: its {size:,} bytes do not begin with GGUF; copy it again"
+    if version > newest:
+        return (
+            f"says it is of GGUF version {version}, and {newest} is the newest known; copy it again"
+        )
+    return (
+        f"is truncated or damaged: its {size:,} bytes do not hold what its header announces; "
+        "copy it again"
     )
 
 

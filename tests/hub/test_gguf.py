@@ -204,7 +204,18 @@ def test_chat_templates_by_name(tmp_path: Path) -> None:
 def test_a_file_cut_short_is_one_line(tmp_path: Path, kept: int) -> None:
     path, *_ = write(tmp_path / "model.gguf")
     path.write_bytes(path.read_bytes()[:kept])
-    refused(run("convert", path, tmp_path / "out"), "truncated or no GGUF file")
+    size = f"its {path.stat().st_size:,} bytes do not"
+    what = "is no GGUF file" if 0 <= kept < 4 else "is truncated or damaged"
+    result = run("convert", path, tmp_path / "out")
+    refused(result, f"{str(path)!r} {what}: {size}", "; copy it again")
+    assert "array" not in result.stderr and "axis" not in result.stderr, "the words of numpy"
+
+
+def test_a_newer_version_is_told_from_damage(tmp_path: Path) -> None:
+    path, *_ = write(tmp_path / "model.gguf")
+    raw = path.read_bytes()
+    path.write_bytes(raw[:4] + (9).to_bytes(4, "little") + raw[8:])
+    refused(run("convert", path, tmp_path / "out"), "of GGUF version 9, and 3 is the newest known")
 
 
 def test_a_pointer_is_one_line(tmp_path: Path) -> None:
