@@ -249,10 +249,11 @@ def _begin(asked: Asked, folder: Path, emit: Emit, resume: bool, *, to_measure: 
             None if to_fit else [],
         )
     if not resume:
-        require_free(folder, _TAKEN)  # another run may have begun there meanwhile
         make_folder(folder)
         table = {"loopwise": loopwise.__version__, "settings": resolved_table(config)}
-        write_whole(folder / "config.json", json.dumps(table, indent=2) + "\n")
+        with only_trainer(folder):
+            require_free(folder, _TAKEN)  # another run may have begun there meanwhile
+            write_whole(folder / "config.json", json.dumps(table, indent=2) + "\n")
     warn_of_shared(prepared, emit)
     return prepared
 

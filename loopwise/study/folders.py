@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from loopwise.errors import RunFolderError
+from loopwise.train.lock import FILE as LOCK
 from loopwise.writing import writing
 
 
@@ -19,7 +20,7 @@ def require_free(folder: Path, remedy: str) -> None:
     """
     with writing(folder):
         above = next(p for p in (folder, *folder.parents) if p.exists())
-        taken = folder.is_dir() and any(folder.iterdir())
+        taken = folder.is_dir() and any(p.name != LOCK for p in folder.iterdir())
     if not above.is_dir():
         raise RunFolderError(
             f"cannot make {str(folder)!r}: {str(above)!r} is a file; choose another name with --out"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from loopwise.errors import RunFolderError, WriteError
+from loopwise.study import commands
 from loopwise.train.lock import FILE, only_trainer
 from tests.study.test_training import train
 from tests.test_cli import answer, refused, run
@@ -64,6 +67,28 @@ def test_resuming_a_run_that_is_at_work_is_one_line(tmp_path: Path) -> None:
     answer(train(out))
     with only_trainer(out):
         refused(run("train", "--out", out, "--resume"), "is being trained by process", "--resume")
+
+
+def test_of_two_runs_that_begin_in_one_folder_the_second_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both had found it free before they read their text; the later config.json stayed."""
+    out, other = tmp_path / "run", tmp_path / "other"
+    read = commands.prepare
+
+    def meanwhile(*arguments: Any) -> Any:
+        monkeypatch.setattr(commands, "prepare", read)
+        answer(train(out))
+        return read(*arguments)
+
+    monkeypatch.setattr(commands, "prepare", meanwhile)
+    refused(train(out, "--set", "seed=7"), "is not empty; go on with --resume")
+    assert json.loads((out / "config.json").read_text())["settings"]["seed"] != 7
+    other.mkdir()
+    with only_trainer(other):
+        refused(train(other), "is being trained by process")
+    assert [p.name for p in other.iterdir()] == [FILE]
+    answer(train(other))
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
