@@ -1,9 +1,9 @@
 """Attention of one engine call: rows of many requests, each reading its own tokens from pages.
 
 Rows of one request at one recurrence share what they read (the live part of a prompt chunk). They
-come as *runs*, small ones, which go to a compiled kernel where there is one (see `kernels`),
-followed by *groups*, large ones, which are matrix products over a gathered copy with the grouped
-query heads as rows. Without the kernel all runs are of one row, and such products too.
+come as *runs*, where that is little, which go to a compiled kernel if there is one (see `kernels`),
+followed by *groups*, where it is more, which are matrix products over a gathered copy with the
+grouped query heads as rows. Without the kernel all runs are of one row, and such products too.
 """
 
 from __future__ import annotations
@@ -125,12 +125,12 @@ def _attend_pages(
     rows, n_heads, head_dim = q.shape
     n_kv = k.shape[1]
     shared = n_heads // n_kv  # query heads per key head
-    runs, single, seen, groups, widest, seen_by_group, fused = header.tolist()
+    runs, run_rows, seen, groups, widest, seen_by_group, fused = header.tolist()
     written, at, bias_at = index[:rows], rows, 0
     out = torch.empty((rows, n_heads, head_dim), dtype=q.dtype, device=q.device)
     if fused and runs:
-        at += runs * seen + runs + 2 * single
-        read, sizes, span = index[rows:at].split((runs * seen, runs, 2 * single))
+        at += runs * seen + runs + 2 * run_rows
+        read, sizes, span = index[rows:at].split((runs * seen, runs, 2 * run_rows))
         decode_attention(q, k, v, key_pool, value_pool, written, read, sizes, span, out)
     else:
         key_pool.index_copy_(0, written, k)
@@ -144,16 +144,16 @@ def _attend_pages(
         out[:runs] = mixed.view(runs, n_heads, head_dim)
     if groups:
         cells = groups * widest
-        members, places = index[at : at + cells], index[at + cells : at + cells + rows - single]
-        at += cells + rows - single
+        members, places = index[at : at + cells], index[at + cells : at + cells + rows - run_rows]
+        at += cells + rows - run_rows
         read = index[at : at + groups * n_kv * seen_by_group]
-        asked = q[single:][members].view(groups, widest, n_kv, shared, head_dim)
+        asked = q[run_rows:][members].view(groups, widest, n_kv, shared, head_dim)
         asked = asked.permute(0, 2, 3, 1, 4).reshape(groups, n_kv, shared * widest, head_dim)
         allowed = bias[bias_at : bias_at + cells * seen_by_group]
         allowed = allowed.view(groups, 1, widest, seen_by_group).repeat(1, 1, shared, 1)
         mixed = _mix(asked, key_pool, value_pool, read, allowed, scratch)
         mixed = mixed.view(groups, n_kv, shared, widest, head_dim).permute(0, 3, 1, 2, 4)
-        out[single:] = mixed.reshape(cells, n_heads, head_dim)[places]
+        out[run_rows:] = mixed.reshape(cells, n_heads, head_dim)[places]
     return out
 
 

@@ -64,8 +64,8 @@ INLINE void gather(const void *pool, const int64_t *read, int64_t n, int64_t nex
 }
 
 /* `rows` rows of `shared` query heads over one key head. Row i reads the tokens `from[i] .. to[i]` of
-   `read`. q, out: (rows, shared, dim). `weight` holds rows x shared x the tokens any of them reads,
-   `tile` TILE x dim. */
+   `read`. q, out: (rows, shared, dim). `weight` holds rows x shared x the tokens from the first to the last
+   that any of them reads, `tile` TILE x dim. */
 INLINE void attend_one(const float *q, float *out, const void *keys, const void *values,
                        const int64_t *read, const int64_t *from, const int64_t *to, int64_t rows,
                        int64_t width, int64_t head, int64_t shared, int64_t dim, int bf16,
@@ -153,20 +153,23 @@ int decode_attention(const void *q, int64_t q_step, const void *k, int64_t k_ste
     const int64_t most = shared < ASKED ? ASKED / shared : 1;
     Task *tasks = malloc(sizeof(Task) * (size_t)(rows * n_kv));
     if (!tasks) return 1;
-    int64_t n_tasks = 0;
+    int64_t n_tasks = 0, widest = 0;
     for (int64_t run = 0, row = 0; run < runs; run++) {
         for (const int64_t end = row + sizes[run]; row < end;) {
             const int64_t part = end - row < most ? end - row : most;
             for (int64_t head = 0; head < n_kv; head++)
                 tasks[n_tasks++] = (Task){run, row, part, head};
             row += part;
+            widest = part > widest ? part : widest;
         }
     }
     int failed = 0;
 #pragma omp parallel num_threads(threads)
     {
-        float *tile = malloc(sizeof(float) * (size_t)(TILE * dim + most * (2 * asked + shared * seen)));
-        if (!tile) failed = 1;
+        float *tile = malloc(sizeof(float) * (size_t)(TILE * dim + widest * (2 * asked + shared * seen)));
+        if (!tile)
+#pragma omp atomic write
+            failed = 1;
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < rows; row++) {
             char *key = (char *)keys + written[row] * width * size;
@@ -174,18 +177,18 @@ int decode_attention(const void *q, int64_t q_step, const void *k, int64_t k_ste
             memcpy(key, (const char *)k + row * k_step * size, (size_t)(width * size));
             memcpy(value, (const char *)v + row * v_step * size, (size_t)(width * size));
         }
-#pragma omp for schedule(dynamic, 4)
+#pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < n_tasks; i++) {
             if (!tile) continue;
             const Task task = tasks[i];
-            float *mine = tile + TILE * dim, *made = mine + most * asked;
+            float *mine = tile + TILE * dim, *made = mine + widest * asked;
             for (int64_t j = 0; j < task.rows; j++) {
                 const int64_t at = (task.row + j) * q_step + task.head * asked;
                 if (bf16) widen((const uint16_t *)q + at, mine + j * asked, asked);
                 else memcpy(mine + j * asked, (const float *)q + at, sizeof(float) * (size_t)asked);
             }
             const int64_t *which = read + task.run * seen, *begin = from + task.row;
-            float *weight = made + most * asked;
+            float *weight = made + widest * asked;
             if (bf16)
                 attend_any(mine, made, keys, values, which, begin, to + task.row, task.rows, width,
                            task.head * dim, shared, dim, 1, weight, tile);

@@ -88,6 +88,7 @@ class Engine:
             slots=limits.slots,
             max_seq=limits.max_seq,
             rope=geometry.rope,
+            n_heads=geometry.n_heads,
             fused=fused,
         )
         self.attention = "compiled kernel" if fused else "tensor operations"

@@ -1,4 +1,4 @@
-"""The compiled kernel of decode attention: built once with the machine's C compiler, then cached.
+"""The compiled kernel of attention: built once with the machine's C compiler, then cached.
 
 Without a compiler, or on a GPU, the engine does the same with tensor operations; it says which.
 """

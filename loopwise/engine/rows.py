@@ -18,11 +18,12 @@ from loopwise.engine.kv_cache import Ints, KVCache, Stage
 from loopwise.exits.rule import ExitRule
 from loopwise.models.base import Rope
 
-# Live rows of a chunk up to which each reads for itself, which spares a second pass.
+# Without the compiled kernel: live rows of a chunk up to which each reads for itself, which spares
+# a second pass.
 FEW = 4
-# Rows times tokens they read up to which the compiled kernel takes a chunk, whose share of the
-# calls around it is then smaller than its advantage.
-FEW_READS = 8192
+# With it: rows times tokens times channels of a chunk up to which the kernel is faster than matrix
+# products, and the calls around them, on the processor it was measured on.
+FEW_WORK = {torch.float32: 2**21, torch.bfloat16: 2**20}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +32,8 @@ class Batch:
 
     Attributes:
         seats: of all rows, ``(rows,)``.
-        runs: sizes of the runs; all 1 without the compiled kernel.
-        groups: sizes of the groups, which are larger.
+        runs: sizes of the runs, which are little work; all 1 without the compiled kernel.
+        groups: sizes of the groups, which are more.
     """
 
     seats: Ints
@@ -40,8 +41,8 @@ class Batch:
     groups: tuple[int, ...] = ()
 
     @property
-    def singles(self) -> int:
-        """Rows of runs."""
+    def run_rows(self) -> int:
+        """Rows of all runs; those of groups follow."""
         return sum(self.runs)
 
 
@@ -62,7 +63,8 @@ class RowTable:
     """Where every row is, when it stops, and where its entries lie.
 
     Args:
-        fused: single rows attend through the compiled kernel.
+        n_heads: query heads of a layer.
+        fused: runs attend through the compiled kernel.
 
     Attributes:
         slot, position, token_id: of the row's request and token, by seat.
@@ -80,9 +82,13 @@ class RowTable:
         slots: int,
         max_seq: int,
         rope: Rope,
+        n_heads: int,
         fused: bool = False,
     ) -> None:
         self._fused = fused
+        if fused:
+            channels = n_heads * rope.head_dim
+            self._few_reads = FEW_WORK[cache_dtype(cache)] // channels
         self.slot = np.zeros(seats, np.int64)
         self.position = np.zeros(seats, np.int64)
         self.token_id = np.zeros(seats, np.int64)
@@ -147,7 +153,7 @@ class RowTable:
         groups: list[Ints] = []
         for c in chunks:
             if self._fused:
-                small = len(c) == 1 or len(c) * int(self.position[c[-1]] + 1) <= FEW_READS
+                small = len(c) == 1 or len(c) * (self.position[c[-1]] + 1) <= self._few_reads
             else:
                 small = len(c) <= FEW
             (runs if small else groups).append(c)
@@ -185,7 +191,7 @@ class RowTable:
             index += parts
             bias.append(allowed.ravel())
         bias.append(_FILLER)
-        header = [len(batch.runs), batch.singles, seen, len(batch.groups), widest, seen_by_group]
+        header = [len(batch.runs), batch.run_rows, seen, len(batch.groups), widest, seen_by_group]
         at = torch.from_numpy(position)
         cos, sin = self._phase if window is None else self._local_phase
         return Plan(
@@ -222,7 +228,7 @@ class RowTable:
         window: int | None,
     ) -> tuple[list[Ints], int]:
         """Entries that runs read, their sizes, first and end of what each row reads; tokens."""
-        n, sizes = batch.singles, np.array(batch.runs)
+        n, sizes = batch.run_rows, np.array(batch.runs)
         lasts = np.cumsum(sizes) - 1
         first = _first(position[lasts + 1 - sizes], window)
         seen = int((position[lasts] - first).max()) + 1
@@ -247,14 +253,14 @@ class RowTable:
         within = np.minimum(np.arange(widest), np.array(batch.groups)[:, None] - 1)
         members = starts[:, None] + within  # a short group repeats its last row
         places = np.concatenate([i * widest + np.arange(g) for i, g in enumerate(batch.groups)])
-        lasts = ends - 1 + batch.singles
+        lasts = ends - 1 + batch.run_rows
         # From what the earliest token of a group sees to the latest token.
-        first = _first(position[starts + batch.singles], window)
+        first = _first(position[starts + batch.run_rows], window)
         seen = int((position[lasts] - first).max()) + 1
         read = self._read(stage, slot[lasts], r[lasts], first, seen)
         read[first[:, None] + self._steps[:seen] > position[lasts][:, None]] = 0
         read = (read[:, None] * self._n_kv + self._heads).ravel()
-        own = position[batch.singles :][members][..., None]
+        own = position[batch.run_rows :][members][..., None]
         at = first[:, None, None] + self._steps[:seen]
         unseen = at > own
         if window is not None:

@@ -38,8 +38,8 @@ class EngineConfig:
             (`Tokenizer.start`), which may be nothing.
         end_ids: ids that end a text, beside the tokenizer's own.
         compile: compile the model's functions, once for any number of rows.
-        kernels: ``auto`` builds the decode attention with the machine's C compiler, where there is
-            one; :meth:`Engine.stats` says which is used.
+        kernels: ``auto`` builds the attention of single rows and small chunks with the machine's C
+            compiler, where there is one; :meth:`Engine.stats` says which is used.
         packed: ``auto`` keeps a second copy of bfloat16 weights as the processor's matrix products
             want them, where that is faster and the model has no forward hooks. Hooks of later do
             not reach the engine then, and it refuses requests once the weights have changed.

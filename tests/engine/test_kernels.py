@@ -1,13 +1,14 @@
-"""The compiled decode attention equals the tensor operations it stands in for."""
+"""The compiled attention equals attention by hand, and engines decode alike with it and without."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from loopwise.engine import Engine, EngineConfig, SamplingParams, kernels
+from loopwise.engine import Completion, Engine, EngineConfig, SamplingParams, kernels, rows
 from loopwise.tokenizer import ByteTokenizer
 from tests.conftest import make_model
+from tests.engine.decoding import build
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(
@@ -15,15 +16,25 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
+@pytest.fixture
+def three_threads():
+    """Rows are shared out, and none may read before all have written."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [8, 32, 64, 80, 128])
 @pytest.mark.parametrize("shared", [1, 3, 40])
-def test_it_equals_attention_by_hand(dtype, head_dim, shared):
-    """Runs of 1, 45 and 2 rows; keys and values lie in one tensor, as a split."""
+def test_it_equals_attention_by_hand(dtype, head_dim, shared, three_threads):
+    """Runs of 1, 45 and 2 rows, and 3 that only write; keys and values lie in one tensor."""
     torch.manual_seed(head_dim)
     sizes, n_kv, seen, entries = torch.tensor([1, 45, 2]), 2, 117, 400
-    rows = int(sizes.sum())
+    asked = int(sizes.sum())
+    rows = asked + 3
     keys, values = (torch.randn(entries, n_kv, head_dim).to(dtype) for _ in range(2))
     q = (3 * torch.randn(rows, n_kv * shared, head_dim)).to(dtype)
     k, v = torch.randn(rows, 2 * n_kv, head_dim).to(dtype).split(n_kv, dim=1)
@@ -39,12 +50,13 @@ def test_it_equals_attention_by_hand(dtype, head_dim, shared):
         last = (end[:1], end[1:46], end[46:])[run].max()
         read[run, : rows_of.min()] = read[run, last:] = 0
     keys[0] = values[0] = torch.nan  # what may not be read is not looked at
-    out = torch.empty(rows, n_kv * shared, head_dim, dtype=dtype)
+    out = torch.full((rows, n_kv * shared, head_dim), 7.0, dtype=dtype)
     span = torch.cat((begin, end))
     kernels.decode_attention(q, k, v, keys, values, written, read.flatten(), sizes, span, out)
     assert torch.equal(keys[written], k) and torch.equal(values[written], v)
+    assert (out[asked:] == 7.0).all(), "rows of groups are somebody else's"
     run_of = torch.arange(3).repeat_interleave(sizes)
-    for row in range(rows):
+    for row in range(asked):
         which = read[run_of[row], begin[row] : end[row]]
         for head in range(n_kv * shared):
             key, value = (pool[which, head // shared].double() for pool in (keys, values))
@@ -107,15 +119,39 @@ def test_loading_it_leaves_denormal_numbers_alone():
 
 
 @needs_compiler
-def test_an_engine_decodes_the_same_with_it_and_without():
-    def made(setting: str) -> list[object]:
-        config = EngineConfig(exit="fixed:4", max_depth=4, slots=3, max_seq=64, kernels=setting)
-        engine = Engine(make_model(injection="add"), ByteTokenizer(), config)
+@pytest.mark.parametrize("name", ["add", "dory"])
+@pytest.mark.parametrize("work", [0, 16_000, 10**9])
+def test_an_engine_decodes_the_same_with_it_and_without(name, work, monkeypatch):
+    """Chunks in the kernel, as matrix products, and some of both in one call; local layers too."""
+    mixed = []
+
+    def made(setting: str) -> list[Completion]:
+        config = EngineConfig(
+            exit="fixed:4",
+            max_depth=4,
+            slots=3,
+            max_seq=96,
+            chunk=24,
+            prefill_rows=72,
+            kernels=setting,
+        )
+        engine = Engine(build(name, torch.float32), ByteTokenizer(), config)
         assert engine.stats()["attention"].startswith("compiled" if setting == "auto" else "tensor")
-        prompts = ["Tom has a red ball", "Where", "a b c d"]
+        batch = engine.table.batch
+
+        def seen(chunks):
+            found = batch(chunks)
+            mixed.append(bool(found.groups) and max(found.runs, default=0) > 1)
+            return found
+
+        monkeypatch.setattr(engine.table, "batch", seen)
+        prompts = ["Tom has a red ball and " + "a blue one and " * 3, "Where", "a b c d " * 4]
         return [g.completions[0] for g in engine.generate(prompts, SamplingParams(max_tokens=9))]
 
-    for a, b in zip(made("auto"), made("off"), strict=True):
+    monkeypatch.setattr(rows, "FEW_WORK", {torch.float32: work})
+    fused = made("auto")
+    assert any(mixed) is (work == 16_000), "runs of several rows and groups in one call"
+    for a, b in zip(fused, made("off"), strict=True):
         assert a.token_ids == b.token_ids
         assert torch.tensor(a.logprobs).sub(torch.tensor(b.logprobs)).abs().max() < 1e-4
 
