@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,6 +13,10 @@ import torch
 from loopwise.data import PackedBlocks, TokenBatch, generate, tokenize
 from loopwise.models.recurrent import RecurrentConfig, RecurrentModel
 from loopwise.tokenizer import ByteTokenizer
+
+# A shell starts what runs in its background with interrupts ignored, and tests send some.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # One thread: tests run beside one another, and their models are too small to share out.
 torch.set_num_threads(1)

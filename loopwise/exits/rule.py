@@ -86,7 +86,7 @@ def parse_rule(text: str, max_depth: int = 8) -> ExitRule:
         max_depth: used where the text gives none.
     Raises:
         ExitError: an unknown name or field, or a threshold that is not a number, is infinite, or is
-            below every score.
+            below every score; -inf, as frontiers write it, checks and never stops.
         DepthError: a depth out of range.
     """
     name, _, rest = text.strip().partition(":")
@@ -172,7 +172,8 @@ def _number(text: str, value: str) -> float:
         number = math.nan
     if math.isnan(number):
         raise ExitError(f"exit rule {text!r}: {value!r} is not a number; write for example kl:1e-3")
-    if not 0 <= number < math.inf:  # no score is negative: see ExitPolicy.score
+    # No score is negative: see ExitPolicy.score. Frontiers end in one that checks and never stops.
+    if not (0 <= number < math.inf or number == -math.inf):
         early = "no token stops early" if number < 0 else "every token stops at once"
         raise ExitError(
             f"exit rule {text!r}: at a threshold of {value} {early}; it must be finite and at "

@@ -82,7 +82,7 @@ def test_a_fixed_rule_survives_its_own_text(depth):
         ("kl:1e-3 nats", ExitError, "not a number"),
         ("kl:-1", ExitError, "'kl:-1': at a threshold of -1 no token stops early; it must be fini"),
         ("margin:-1e-9,max=4", ExitError, "at least 0, as scores are; write for example kl:1e-3"),
-        ("argmax:-inf", ExitError, "at a threshold of -inf no token stops early"),
+        ("argmax:-1e-9", ExitError, "at a threshold of -1e-9 no token stops early"),
         ("latent-kl:inf", ExitError, "at a threshold of inf every token stops at once"),
         ("fixed:nan", ExitError, "'nan' is not a whole number"),
         ("fixed:2.5", ExitError, "'2.5' is not a whole number"),
@@ -190,3 +190,9 @@ def test_a_fitted_policy_comes_back():
     policy = build_policy(parse_rule("probe:0.5"), {"probe": state})
     assert isinstance(policy, Probe)
     assert policy.to_state() == state
+
+
+def test_a_rule_that_checks_and_never_stops_can_be_written_down():
+    """Frontiers end in one, and what they found is kept as text."""
+    rule = ExitRule(policy="probe", threshold=-math.inf, max_depth=4)
+    assert parse_rule(str(rule)) == rule
