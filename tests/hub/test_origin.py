@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shutil
 from pathlib import Path
@@ -105,8 +104,6 @@ def test_the_card_names_the_source_and_its_licence_and_invents_none(tmp_path: Pa
 def test_the_example_of_the_card_runs_in_the_chat_template_where_there_is_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], chats: bool
 ) -> None:
-    if chats and importlib.util.find_spec("jinja2") is None:
-        pytest.skip("jinja2 is not installed")
     template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
     card = saved_card(tmp_path / "a", {}, template if chats else None)
     found = re.search(r"```python\n(.*?)```", card, re.DOTALL)
