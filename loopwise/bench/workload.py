@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ class Job:
 
     Attributes:
         prompt: token ids, begin-of-text included.
-        continuation: the text's own next tokens.
+        continuation: the text's own next tokens, to the end of their document at most.
         new_tokens: how many are decoded.
     """
 
@@ -44,28 +45,34 @@ def make_jobs(
 ) -> list[Job]:
     """Cut ``n`` jobs out of documents, the same ones for the same seed.
 
-    A prompt begins with one start token. Short documents are joined by end-of-text, which in some
-    tokenizers is the same token.
+    A prompt begins with one start token, at the beginning of a document or within a long one where
+    another ended. One that is longer than its document goes on with the next, after end-of-text.
 
     Raises:
         DataError: the text is shorter than one job.
     """
+    longest = lengths.prompt[1] + lengths.output[1]
     stream: list[int] = []
-    need = n * (lengths.prompt[1] + lengths.output[1])
+    ends: list[int] = []  # of documents, one past end-of-text
     for document in documents:
         stream += [*tokenizer.encode(document.text), tokenizer.eos_id]
-        if len(stream) >= need:
+        ends.append(len(stream))
+        if len(stream) >= 2 * n * longest:  # what is passed over is shorter than a job
             break
-    rng = np.random.default_rng(seed)
-    jobs = []
-    longest = lengths.prompt[1] + lengths.output[1]
     if len(stream) <= longest:
         raise DataError(f"the text has {len(stream)} tokens, one job needs {longest + 1}")
-    for i in range(n):
+    rng = np.random.default_rng(seed)
+    jobs: list[Job] = []
+    start = 0
+    while len(jobs) < n:
+        if start + longest > len(stream):
+            start = 0
         prompt = int(rng.integers(lengths.prompt[0], lengths.prompt[1] + 1))
         new = int(rng.integers(lengths.output[0], lengths.output[1] + 1))
-        start = (i * longest) % (len(stream) - longest)
-        start += stream[start] == tokenizer.eos_id  # a prompt is not begun twice
-        ids = stream[start : start + prompt - 1 + new]
-        jobs.append(Job((tokenizer.bos_id, *ids[: prompt - 1]), tuple(ids[prompt - 1 :]), new))
+        cut = start + prompt - 1
+        document_end = ends[bisect_right(ends, cut)]
+        stop = min(cut + new, document_end)
+        ids = (tokenizer.bos_id, *stream[start:cut])
+        jobs.append(Job(ids, tuple(stream[cut:stop]), new))
+        start = stop if document_end - stop >= longest else document_end
     return jobs
