@@ -4,10 +4,9 @@ Both kinds stand on UTF-8 bytes, so every token has a known length in bytes (`by
 ``decode(encode(text)) == text``. Text never yields a special id: a document that spells
 ``<|endoftext|>`` stays a document. Only the packing and the engine add ``bos_id`` and ``eos_id``.
 
-Which ids those are, a ``tokenizer.json`` does not always say, or says wrongly: ``training.json``
-beside it then does (``special_ids``). It also tells a converted checkpoint, whose prompts begin as
-at its source (`Tokenizer.start`). `load_tokenizer` of a folder and `load_checkpoint` give a
-tokenizer that knows, so nobody else has to look there.
+Which ids those are, the folder of a checkpoint may know better than its ``tokenizer.json`` (see
+`special_ids`). `load_tokenizer` of a folder and `load_checkpoint` give a tokenizer that knows, so
+nobody else has to look there.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -26,27 +25,10 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from loopwise.byte_level import END_OF_TEXT, bos_and_eos, byte_table, parse
 from loopwise.errors import TokenizerError
+from loopwise.special_ids import SpecialIds, StartToken
 
 TOKENIZER_FILE, TRAINING_FILE = "tokenizer.json", "training.json"
 Span = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class StartToken:
-    """Whether prompts begin with a start token.
-
-    Attributes:
-        id: of the token; it also stands for an empty prompt, whatever ``added`` says.
-        why: for the result file.
-    """
-
-    id: int
-    added: bool
-    why: str
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain values."""
-        return {"id": self.id, "added": self.added, "why": self.why}
 
 
 class Tokenizer(Protocol):
@@ -142,46 +124,42 @@ class Tokenizer(Protocol):
 class _ByteTable:
     """Decoding shared by both kinds: a table of the bytes and the special spelling of each id."""
 
-    def __init__(
-        self, table: list[bytes], specials: dict[int, str], bos_id: int, eos_id: int
-    ) -> None:
+    bos_id: int
+    eos_id: int
+    end_ids: tuple[int, ...]
+    special_ids: dict[str, Any]
+
+    def __init__(self, table: list[bytes], specials: dict[int, str], ids: SpecialIds) -> None:
         self._table = table
         self._specials = specials
         self.vocab_size = len(table)
-        self._own = (bos_id, eos_id)
-        self.bos_id, self.eos_id = self._own
-        self.end_ids: tuple[int, ...] = (eos_id,)
-        self.special_ids: dict[str, Any] = {}
-        self._put_before: int | None = None  # a text, by tokenizer.json itself
-        self._converted = False
+        self._take(ids)
+
+    def _take(self, ids: SpecialIds) -> None:
+        self._ids = ids
+        self.bos_id, self.eos_id, self.end_ids = ids.bos, ids.eos, ids.ends
+        self.special_ids = dict(ids.said)
+
+    def _with(self, ids: SpecialIds) -> Self:
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        made.__dict__.pop("fingerprint", None)  # made for the ids of before
+        made._take(ids)
+        return made
 
     @property
     def start(self) -> StartToken:
         """See `Tokenizer.start`."""
-        if self._put_before is not None:
-            return StartToken(self._put_before, True, "tokenizer.json puts it before a text")
-        if self._converted:
-            return StartToken(self.bos_id, False, "tokenizer.json puts none before a text")
-        return StartToken(self.bos_id, True, "the documents of its training begin with it")
+        return self._ids.start
 
     def told_by(self, training: Mapping[str, Any]) -> Self:
         """See `Tokenizer.told_by`."""
-        made = self.with_special_ids(training.get("special_ids", {}))
-        made._converted = "converted_from" in training
-        return made
+        ids = self._ids.with_said(training.get("special_ids", {}), self.vocab_size)
+        return self._with(replace(ids, converted="converted_from" in training))
 
     def with_special_ids(self, said: Mapping[str, Any]) -> Self:
         """See `Tokenizer.with_special_ids`."""
-        begins, ends = _checked_ids(said, self.vocab_size)
-        bos, eos = self._own
-        made = object.__new__(type(self))
-        made.__dict__.update(self.__dict__)
-        made.__dict__.pop("fingerprint", None)  # made for the ids of before
-        made.special_ids = dict(said)
-        made.bos_id = begins[0] if begins else bos
-        made.eos_id = said["eos"] if isinstance(said.get("eos"), int) else eos
-        made.end_ids = tuple(dict.fromkeys([*ends, eos]))
-        return made
+        return self._with(self._ids.with_said(said, self.vocab_size))
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
         """See `Tokenizer.decode`."""
@@ -212,7 +190,7 @@ class _ByteTable:
     def fingerprint(self) -> str:
         """See `Tokenizer.fingerprint`."""
         text = self.to_json()
-        if (self.bos_id, *self.end_ids) != self._own:
+        if (self.bos_id, *self.end_ids) != self._ids.own:
             text += json.dumps([self.bos_id, self.eos_id, sorted(self.end_ids)])
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -226,7 +204,7 @@ class ByteTokenizer(_ByteTable):
     def __init__(self) -> None:
         table = [bytes([value]) for value in range(256)] + [b"", b""]
         bos, eos = type(self).bos_id, type(self).eos_id
-        super().__init__(table, {bos: "<|bos|>", eos: "<|eos|>"}, bos, eos)
+        super().__init__(table, {bos: "<|bos|>", eos: "<|eos|>"}, SpecialIds((bos, eos)))
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer.encode`."""
@@ -268,8 +246,7 @@ class BPETokenizer(_ByteTable):
         by_name = {name: i for i, name in specials.items()}
         plain = {i: token.content.encode() for i, token in added.items() if not token.special}
         table = byte_table(self._inner, specials, plain)
-        super().__init__(table, specials, *bos_and_eos(by_name))
-        self._put_before = put_before
+        super().__init__(table, specials, SpecialIds(bos_and_eos(by_name), put_before))
         known = {token[0] for token in self._table if len(token) == 1}
         # Published vocabularies may lack bytes their training text never had, and the library
         # then drops the character without a word. C0, C1 and F5.. never occur in UTF-8.
@@ -330,7 +307,7 @@ class BPETokenizer(_ByteTable):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The library forgets encode_special_tokens when it is pickled.
-        return _restored, (type(self), self._json, self.special_ids, self._converted)
+        return _restored, (type(self), self._json, self._ids)
 
     def _check(self, text: str) -> None:
         raw = _utf8(text)
@@ -394,12 +371,8 @@ def tokenizer_from_json(text: str) -> Tokenizer:
     return BPETokenizer(text)
 
 
-def _restored(
-    kind: type[BPETokenizer], text: str, said: Mapping[str, Any], converted: bool
-) -> BPETokenizer:
-    tokenizer = kind(text).with_special_ids(said)
-    tokenizer._converted = converted
-    return tokenizer
+def _restored(kind: type[BPETokenizer], text: str, ids: SpecialIds) -> BPETokenizer:
+    return kind(text)._with(ids)
 
 
 def _said_beside(file: Path) -> Mapping[str, Any]:
@@ -411,30 +384,6 @@ def _said_beside(file: Path) -> Mapping[str, Any]:
     except (OSError, ValueError) as err:
         raise TokenizerError(f"{file} cannot be read ({err}); copy it again") from err
     return training if isinstance(training, dict) else {}
-
-
-def _checked_ids(said: Mapping[str, Any], size: int) -> tuple[list[int], list[int]]:
-    """The ids that begin and that end texts.
-
-    Raises:
-        TokenizerError: see `Tokenizer.with_special_ids`.
-    """
-    if not isinstance(said, Mapping) or not said.keys() <= {"bos", "eos"}:
-        raise TokenizerError(f"special_ids is {said!r}; it says bos and eos, nothing else")
-    found = []
-    for name in ("bos", "eos"):
-        ids = said.get(name, [])
-        found.append(ids if isinstance(ids, list) else [ids])
-        if name == "bos" and len(found[-1]) > 1:
-            raise TokenizerError(
-                f"special_ids has {len(found[-1])} bos ids; a text begins with one"
-            )
-        for i in found[-1]:
-            if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < size:
-                raise TokenizerError(
-                    f"special_ids has the {name} id {i!r}; ids are 0 to {size - 1}"
-                )
-    return found[0], found[1]
 
 
 def _utf8(text: str) -> bytes:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from loopwise.hub.chat import MARK, ChatTexts
 from loopwise.models.checkpoint import Checkpoint
-from loopwise.tokenizer import StartToken
+from loopwise.special_ids import StartToken
 
 Bos = Literal["auto", "yes", "no"]
 Pair = tuple[list[int], list[int]]  # context and continuation

@@ -9,7 +9,8 @@ import pytest
 from loopwise.harness.encoding import Bos, Encoder
 from loopwise.hub.chat import MARK
 from loopwise.models.checkpoint import Checkpoint
-from loopwise.tokenizer import BPETokenizer, ByteTokenizer, StartToken
+from loopwise.special_ids import StartToken
+from loopwise.tokenizer import BPETokenizer, ByteTokenizer
 from tests.harness.cases import framed, loaded
 
 CONVERTED = {"converted_from": {"format": "llama"}}
