@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -45,34 +44,39 @@ def make_jobs(
 ) -> list[Job]:
     """Cut ``n`` jobs out of documents, the same ones for the same seed.
 
-    A prompt begins with one start token, at the beginning of a document or within a long one where
-    another ended. One that is longer than its document goes on with the next, after end-of-text.
+    A prompt begins with one start token, at the beginning of a document or further on in a long
+    one. Documents that do not hold a prompt are passed over, since models are trained to attend to
+    one document at a time; where none does, they are joined by end-of-text.
 
     Raises:
         DataError: the text is shorter than one job.
     """
     longest = lengths.prompt[1] + lengths.output[1]
-    stream: list[int] = []
-    ends: list[int] = []  # of documents, one past end-of-text
+    texts: list[list[int]] = []  # of a job each, at most
+    joined: list[int] = []
     for document in documents:
-        stream += [*tokenizer.encode(document.text), tokenizer.eos_id]
-        ends.append(len(stream))
-        if len(stream) >= 2 * n * longest:  # what is passed over is shorter than a job
+        ids = [*tokenizer.encode(document.text), tokenizer.eos_id]
+        if len(ids) >= lengths.prompt[1]:
+            texts += _pieces(ids, longest)
+        else:
+            joined += ids
+        if len(texts) >= n or (not texts and len(joined) >= n * longest):
             break
-    if len(stream) <= longest:
-        raise DataError(f"the text has {len(stream)} tokens, one job needs {longest + 1}")
+    if not texts:
+        if len(joined) < longest:
+            raise DataError(f"the text has {len(joined)} tokens, one job needs {longest}")
+        texts = _pieces(joined, longest)
     rng = np.random.default_rng(seed)
-    jobs: list[Job] = []
-    start = 0
-    while len(jobs) < n:
-        if start + longest > len(stream):
-            start = 0
+    jobs = []
+    for i in range(n):
         prompt = int(rng.integers(lengths.prompt[0], lengths.prompt[1] + 1))
         new = int(rng.integers(lengths.output[0], lengths.output[1] + 1))
-        cut = start + prompt - 1
-        document_end = ends[bisect_right(ends, cut)]
-        stop = min(cut + new, document_end)
-        ids = (tokenizer.bos_id, *stream[start:cut])
-        jobs.append(Job(ids, tuple(stream[cut:stop]), new))
-        start = stop if document_end - stop >= longest else document_end
+        ids = texts[i % len(texts)]
+        continuation = ids[prompt - 1 : prompt - 1 + new]
+        jobs.append(Job((tokenizer.bos_id, *ids[: prompt - 1]), tuple(continuation), new))
     return jobs
+
+
+def _pieces(ids: list[int], size: int) -> list[list[int]]:
+    """The beginning, up to ``size`` tokens, and every whole piece of that size after it."""
+    return [ids[:size]] + [ids[a : a + size] for a in range(size, len(ids) - size + 1, size)]

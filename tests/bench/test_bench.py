@@ -77,30 +77,30 @@ def test_a_prompt_is_begun_once_where_one_token_begins_and_ends_texts():
     assert all(job.prompt[0] == tokenizer.bos_id != job.prompt[1] for job in found)
 
 
-def test_jobs_begin_with_documents_and_judge_no_token_of_the_next():
-    short, long = "".join(map(chr, range(65, 85))), "".join(map(chr, range(97, 123))) * 4
-    documents = [Document(short), Document(long)] * 20
+def test_jobs_keep_to_one_document_each():
+    short, long = "".join(map(chr, range(65, 73))), "".join(map(chr, range(97, 123))) * 4
+    documents = [Document(short), Document(long), Document(long[:20])] * 20
     tokenizer = ByteTokenizer()
     found = make_jobs(documents, tokenizer, Lengths((5, 15), (10, 20)), 60, seed=1)
-    whole = [[*tokenizer.encode(text), tokenizer.eos_id] for text in (short, long)]
-    begins = [
-        any(job.prompt[1:] == tuple(ids[: len(job.prompt) - 1]) for ids in whole) for job in found
-    ]
-    assert sum(begins) > 30, "and the others go on within a long document"
+    begins = 0
     for job in found:
-        text = tokenizer.decode((*job.prompt[1:], *job.continuation))
-        assert text in short or text in long
+        ids = (*job.prompt[1:], *job.continuation)
+        assert job.prompt[0] == tokenizer.bos_id
+        assert tokenizer.decode(ids) in long, "not the short one, and never two"
+        begins += tokenizer.decode(ids).startswith("abcd")
         ended = job.continuation[-1] == tokenizer.eos_id
-        assert tokenizer.eos_id not in job.continuation[:-1]
+        assert tokenizer.eos_id not in ids[:-1]
         assert ended or len(job.continuation) == job.new_tokens
+    assert 20 < begins < 60, "a long document makes several"
 
 
-def test_a_prompt_longer_than_its_document_goes_on_with_the_next():
+def test_documents_too_short_for_any_prompt_are_joined():
     tokenizer = ByteTokenizer()
     (job,) = make_jobs([Document("abcd")] * 40, tokenizer, Lengths((9, 9), (8, 8)), 1, seed=1)
     a, b, c, d = tokenizer.encode("abcd")
-    assert job.prompt == (tokenizer.bos_id, a, b, c, d, tokenizer.eos_id, a, b, c)
-    assert job.continuation == (d, tokenizer.eos_id)
+    end = tokenizer.eos_id
+    assert job.prompt == (tokenizer.bos_id, a, b, c, d, end, a, b, c)
+    assert job.continuation == (d, end, a, b, c, d, end, a)
 
 
 def test_the_padded_loop_decodes_what_the_engine_decodes():
