@@ -151,9 +151,8 @@ def kl_bracket(
 
     By the chain rule it is KL(list or tail) + p(list) KL(within the list) + p(tail) KL(within the
     tail). The second is known but for p(list). A tail whose logits move by at most c each changes
-    its log-sum by at most c, and its inner KL is at most c^2 / 2 (Hoeffding's lemma); a KL of two
-    outcomes is at most half the squared change of their log-odds times the largest variance on the
-    way.
+    its log-sum by at most c, and its inner KL is at most :func:`largest_kl`; a KL of two outcomes
+    is at most half the squared change of their log-odds times the largest variance on the way.
 
     Args:
         now, before: logits of the list, ``(rows, listed)``.
@@ -172,6 +171,15 @@ def kl_bracket(
     variance = torch.where(share < 0.5, share * (1 - share), 0.25)
     odds = (log_now - log_before).abs() + moved
     within = step_kl(now.log_softmax(dim=-1), before.log_softmax(dim=-1))
-    high = odds.square() / 2 * variance + (1 - least_now) * within + most_now * moved.square() / 2
+    high = odds.square() / 2 * variance + (1 - least_now) * within + most_now * largest_kl(moved)
     no_tail = log_tail == -math.inf
     return (1 - most_now) * within, torch.where(no_tail, within, high)
+
+
+def largest_kl(moved: Tensor) -> Tensor:
+    """Most nats between two distributions whose logits differ by at most ``moved`` each.
+
+    c^2 / 2, by Hoeffding's lemma for changes within an interval of 2 c. Two halves of the mass that
+    move by a small c against each other come as near to it as one likes.
+    """
+    return moved.square() / 2

@@ -62,9 +62,9 @@ class SketchedKL(ExitPolicy):
         ids, base, before = memory.split(RANK, dim=1)
         if rows.numel():
             drawn, log_weights = sketch(output.read(rows).float())
-            ids[rows] = drawn.float()
-            base[rows] = log_weights - listed_logits(hidden[rows], self.head, drawn, self.cap)
+            ids[rows], base[rows] = drawn.float(), log_weights
         now = listed_logits(hidden, self.head, ids.long(), self.cap)
+        base[rows] -= now[rows]
         score = half_variance(now - before, (base + now).softmax(dim=-1))
         before.copy_(now)
         return score.masked_fill(first, torch.inf), memory

@@ -92,26 +92,30 @@ def test_the_allowed_distance_is_no_less_than_by_the_diameter_alone():
     threshold=st.sampled_from([1.0, 0.5]),
 )
 def test_a_certified_token_keeps_its_argmax_where_steps_shrink_by_the_rate(seed, rate, threshold):
-    """Steps of any direction, each at most ``rate`` times as long as the one before."""
-    head, hidden = draw(seed, 12, D), [draw(seed + 1, 8, D)]
-    hidden.append(hidden[0] + draw(seed + 2, 8, D))
-    for r in range(2, 14):
-        direction = draw(seed + 1 + r, 8, D)
-        direction /= direction.norm(dim=-1, keepdim=True)
-        length = (hidden[-1] - hidden[-2]).norm(dim=-1, keepdim=True) * rate
-        hidden.append(hidden[-1] + length * direction)
+    """The longest step that is certified, then straight at the nearest rival, as far as may be."""
+    head, here = draw(seed, 12, D), draw(seed + 1, 8, D)
     policy, weights = certified(head, rate), Weights(head)
-    memory = torch.zeros(8, policy.memory_width(12, D))
-    answers = torch.stack([weights.head(h).argmax(-1) for h in hidden], dim=1)
-    fired = torch.zeros(8, dtype=torch.bool)
-    for r, h in enumerate(hidden, start=1):
-        seen = Observation(r=r, latent=h, previous=h, output=Output(h.float(), weights.head))
-        score, memory = policy.score(seen, memory)
-        now = (score <= threshold * (1 - 1e-5)) & ~fired  # float32 policies round
-        assert (answers[now, r - 1 :] == answers[now, r - 1 : r]).all()
-        fired |= now
-    if rate < 0.5 and threshold == 1.0:
-        assert fired.any(), "a bound that never fires would prove nothing"
+    direction = draw(seed + 2, 8, D)
+    direction /= direction.norm(dim=-1, keepdim=True)
+    unit = last_score(policy, weights, [here - direction, here])
+    length = threshold * (1 - 1e-3) / unit.double()[:, None]  # float32 policies round
+    certain = last_score(policy, weights, [here - length * direction, here]) <= threshold
+    assert certain[length.squeeze(1) > 0.01].all(), "what rounding leaves alone"
+    rows, best = torch.arange(8), weights.head(here).argmax(-1)
+    apart = torch.cdist(head, head)[best]
+    gaps = weights.head(here).amax(-1, keepdim=True) - weights.head(here)
+    rival = (gaps / apart).masked_fill(apart == 0, torch.inf).argmin(-1)
+    straight = head[rival] - head[best]
+    straight /= straight.norm(dim=-1, keepdim=True)
+    for _ in range(200):  # 0.9**200 of the first step is left
+        length = length * rate
+        here = here + length * straight
+        logits = weights.head(here)
+        assert (logits[rows, best] >= logits.amax(-1) - 1e-9 * logits.abs().amax()).all()
+
+
+def last_score(policy: Certified, weights: Weights, hidden: list[Tensor]) -> Tensor:
+    return run(policy, weights, hidden)[0][:, -1]
 
 
 def run(policy: Certified, weights: Weights, hidden: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from loopwise.errors import ExitError, ShapeError
 from loopwise.exits import EXITS, needs_fitting
@@ -178,6 +179,37 @@ def test_a_policy_asks_for_the_logits_it_declares(name):
     assert 0 < int(found.sum()) < found.numel()
     for row in range(ROWS):
         assert torch.equal(asks(name, [pick(o, [row]) for o in seen])[0], found[row])
+
+
+class CountProducts(TorchDispatchMode):
+    """Counts products over d_model: numbers that matrix products make of so many terms each.
+
+    Attributes:
+        found: so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        aten = torch.ops.aten
+        if func in (aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default):
+            assert args[0].shape[-1] == D_MODEL, "products are charged over d_model"
+            self.found += out.numel()
+        return out
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_a_check_takes_the_products_it_declares(name):
+    """Coda and head are charged apart: here they multiply nothing."""
+    policy, memory = build(name), empty(build(name))
+    for observation in steps():
+        with CountProducts() as count:
+            _, memory = policy.score(again(observation), memory)
+        # One more row of 128 is what all logits of the list have in common.
+        assert count.found == pytest.approx(ROWS * policy.products, rel=0.02)
 
 
 @pytest.mark.parametrize("name", [n for n in LIVE if EXITS[n].needs_fitting])

@@ -18,6 +18,7 @@ from loopwise.exits.short_list_kl import (
     ShortListKL,
     centred_rows,
     kl_bracket,
+    largest_kl,
     listed_logits,
 )
 
@@ -155,6 +156,30 @@ def test_a_tail_that_carries_everything_is_not_overlooked():
     low, high = kl_bracket(now, before, 5 * one, 2 * one, one, one)
     assert low == 0.0
     assert high > 0.4, "exp(5) of tail moving by 1 may well be half a nat"
+
+
+MASSES = [0.001, 0.02, 0.3, 0.45, 0.5, 0.6, 0.9, 0.999]
+
+
+@pytest.mark.parametrize("c", [0.01, 0.1, 0.3, 1.0, 3.0])
+def test_a_tail_whose_halves_move_apart_stays_below_the_bound(c):
+    """The worst a tail can do: part of its mass goes up by c and the rest down, or back."""
+    log_tail = torch.tensor([[m, 1 - m] for m in MASSES], dtype=torch.float64).log()
+    apart = c * torch.tensor([1.0, -1.0], dtype=torch.float64)
+    one = torch.ones(len(MASSES), dtype=torch.float64)
+    for before, now in ((log_tail, log_tail + apart), (log_tail + apart, log_tail)):
+        inner = step_kl(now.log_softmax(-1), before.log_softmax(-1))
+        assert (inner <= largest_kl(c * one) + 1e-15).all()
+        for log_list in (-30.0, -2.0, 0.0, 2.0):  # beside a tail of log-sum 0
+            listed = torch.full((len(MASSES), 1), log_list, dtype=torch.float64)
+            since = (c * one, 0 * one) if before is log_tail else (0 * one, c * one)
+            low, high = kl_bracket(listed, listed, 0 * one, *since, c * one)
+            whole = [torch.cat((listed, z), dim=1).log_softmax(-1) for z in (now, before)]
+            kl = step_kl(*whole)
+            assert (low <= kl + 1e-15).all() and (kl <= high + 1e-15).all()
+    if c <= 0.01:
+        halves = step_kl(apart.log_softmax(-1), torch.full_like(apart, math.log(0.5)))
+        assert halves > 0.999 * largest_kl(one[:1] * c), "no smaller constant is a bound"
 
 
 def test_rows_of_the_head_give_the_logits_of_the_whole_head(monkeypatch):
