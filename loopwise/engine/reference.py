@@ -208,12 +208,15 @@ class ReferenceDecoder:
         max_tokens: int,
         params: SamplingParams = GREEDY,
         end_ids: frozenset[int] = frozenset(),
+        vocab_size: int | None = None,
     ) -> Iterator[DecodedToken]:
         """Feed the prompt, then sampled tokens; yields every token as it is fed.
 
         The last sampled token is fed too, so that its depth is known. Stops after one of
         ``end_ids``.
 
+        Args:
+            vocab_size: ids that can be chosen, as for `sample`.
         Raises:
             DataError: an empty prompt.
         """
@@ -224,9 +227,13 @@ class ReferenceDecoder:
                 yield last
         made: list[int] = []
         for _ in range(max_tokens):
-            history = [History(prompt, made)]
             found = sample(
-                last.logits.unsqueeze(0), [params], [params.seed], [self.position], history
+                last.logits.unsqueeze(0),
+                [params],
+                [params.seed],
+                [self.position],
+                [History(prompt, made)],
+                vocab_size=vocab_size,
             )
             made.append(int(found.token_ids))
             last = self.feed(made[-1])

@@ -12,6 +12,9 @@ The order is vLLM's. All after the raw logits is float64. `top_k` and `top_p` le
 of tokens: of equals at the border the lower ids stay, so ``top_k=1`` is greedy even in bfloat16,
 where equal logits are common. The best token always stays.
 
+A model's head may have more rows than its tokenizer has ids. No such row is ever chosen or
+reported; like transformers and `measure`, log-probabilities count its share all the same.
+
 Every operation works on rows one by one or element by element, so neighbours do not matter: a row
 gets the same token and the same bits alone and in any batch.
 """
@@ -81,6 +84,7 @@ def sample(
     positions: Sequence[int],
     histories: Sequence[History | None] | None = None,
     forced: Sequence[int | None] | None = None,
+    vocab_size: int | None = None,
 ) -> Sampled:
     """Choose one token per row.
 
@@ -92,10 +96,11 @@ def sample(
         histories: of each row; None where it has no penalties.
         forced: of each row, the token to take whatever the logits say (teacher forcing); None
             where the row chooses.
+        vocab_size: ids that can be chosen, from 0 on; None for all that have a logit.
     Raises:
         ShapeError: the arguments disagree on the number of rows.
         ConfigError: a row with penalties but no history.
-        LogitsError: a row with NaN or +inf, or with nothing but -inf.
+        LogitsError: a row with NaN or +inf, or where nothing that can be chosen is above -inf.
     """
     rows = len(params)
     others = (len(seeds), len(positions), rows if histories is None else len(histories))
@@ -105,12 +110,13 @@ def sample(
             "histories; give one of each per row"
         )
     raw = logits.float()
+    vocab = raw.shape[-1] if vocab_size is None else vocab_size
     # Not logsumexp: log_softmax is faster, and its kernel never splits a row between threads.
     log_p = raw.log_softmax(dim=-1)
-    token_ids = likeliest(raw)
+    token_ids = likeliest(raw[:, :vocab])
     logprobs = log_p.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
-    if logprobs.isnan().any():
-        raise _broken(raw, logprobs)
+    if not logprobs.isfinite().all():
+        raise _broken(raw, logprobs, vocab)
     if not all(map(_is_plain_greedy, params)):
         at = [i for i, p in enumerate(params) if not p.is_plain_greedy]
         u = uniforms([seeds[i] for i in at], [positions[i] for i in at]).to(raw.device)
@@ -119,8 +125,8 @@ def sample(
         for first in range(0, len(at), size):
             some = at[first : first + size]
             known = [histories[i] if histories is not None else None for i in some]
-            chosen = _choose(raw[some], [params[i] for i in some], u[first : first + size], known)
-            token_ids[some] = chosen
+            draws = u[first : first + size]
+            token_ids[some] = _choose(raw[some], [params[i] for i in some], draws, known, vocab)
         logprobs = log_p.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
     if forced is not None and any(token is not None for token in forced):
         at = [i for i, token in enumerate(forced) if token is not None]
@@ -129,7 +135,7 @@ def sample(
     top: dict[int, TopLogprobs] = {}
     if any(map(_alternatives_asked, params)):
         asked = [(i, p.logprobs) for i, p in enumerate(params) if p.logprobs]
-        top = {i: _alternatives(raw[i], log_p[i], n) for i, n in asked}
+        top = {i: _alternatives(raw[i, :vocab], log_p[i], n) for i, n in asked}
     return Sampled(token_ids, logprobs.clamp(min=LOGPROB_FLOOR), top)
 
 
@@ -145,13 +151,18 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
 
 
 def _choose(
-    raw: Tensor, params: Sequence[SamplingParams], u: Tensor, histories: Sequence[History | None]
+    raw: Tensor,
+    params: Sequence[SamplingParams],
+    u: Tensor,
+    histories: Sequence[History | None],
+    vocab: int,
 ) -> Tensor:
     """Token ids of rows that are more than an argmax, ``(rows,)`` int64; ``u (rows,)`` float64."""
     x = raw.double()
     for row, p, history in zip(x, params, histories, strict=True):
         if p.changes_logits:
             _adjust_(row, p, history)
+    x = x[:, :vocab]
     token_ids = likeliest(x)
     hot = [i for i, p in enumerate(params) if p.temperature > 0]
     if hot:
@@ -258,15 +269,15 @@ def _alternatives(raw: Tensor, log_p: Tensor, n: int) -> TopLogprobs:
     return tuple(zip(ids.tolist(), values.tolist(), strict=True))
 
 
-def _broken(raw: Tensor, logprobs: Tensor) -> LogitsError:
-    rows = logprobs.isnan().nonzero().squeeze(-1).tolist()
+def _broken(raw: Tensor, logprobs: Tensor, vocab: int) -> LogitsError:
+    rows = (~logprobs.isfinite()).nonzero().squeeze(-1).tolist()
     first = raw[rows[0]]
     if first.isnan().any():
         what = f"{int(first.isnan().sum())} of {len(first)} logits are NaN"
     elif (first == torch.inf).any():
         what = f"{int((first == torch.inf).sum())} of {len(first)} logits are +inf"
     else:
-        what = f"all {len(first)} logits are -inf"
+        what = f"all {vocab} logits are -inf"
     return LogitsError(
         f"row {rows[0]} has no next token: {what} (broken rows: {rows}, of {len(raw)}); the model "
         "overflowed on it: run in float32, or at a lower depth",

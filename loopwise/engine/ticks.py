@@ -26,6 +26,7 @@ class Ticks:
     Args:
         heard: told of every new token, with the reason if it is the last, and, without a token,
             that a choice has ended.
+        vocab_size: of the tokenizer; a head may have more rows.
     """
 
     def __init__(
@@ -35,10 +36,11 @@ class Ticks:
         table: RowTable,
         runner: Runner,
         heard: Heard,
+        vocab_size: int,
     ) -> None:
         self.scheduler, self.table, self.runner = scheduler, table, runner
         self.counts = Counts(config.max_depth)
-        self._config, self._heard = config, heard
+        self._config, self._heard, self._vocab_size = config, heard, vocab_size
         self._in_step = config.batching != "continuous"
         # A pass through prelude, coda, head and sampling, in ticks: at few rows every layer costs
         # about the same, and what is around them about one more. Not timed, so that what runs
@@ -197,6 +199,7 @@ class Ticks:
                     [len(c.sequence.tokens) for c in choices],
                     [c.history for c in choices],
                     [c.next_forced for c in choices],
+                    self._vocab_size,
                 )
             except LogitsError as err:  # those rows end with it, the others are sound
                 for row in err.rows:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from loopwise.engine import Engine, EngineConfig, StreamedToken
+from loopwise.engine.reference import ReferenceDecoder
 from loopwise.engine.request import Completion, SamplingParams
 from loopwise.errors import (
     ConfigError,
@@ -21,8 +22,10 @@ from loopwise.errors import (
     LoopwiseError,
     NonFiniteError,
 )
+from loopwise.exits.rule import build_policy
+from loopwise.models.recurrent import RecurrentConfig, RecurrentModel
 from loopwise.tokenizer import ByteTokenizer
-from tests.conftest import make_model
+from tests.conftest import TINY, make_model
 from tests.engine.decoding import (
     MAX_DEPTH,
     TEXT,
@@ -160,6 +163,30 @@ def test_logprobs_are_finite_where_a_token_cannot_occur():
         assert len(top) == 5
         assert all(math.isfinite(value) for _, value in top)
     assert found.logprobs == pytest.approx([-math.log(2)] * 2)
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 5.0}])
+def test_a_head_with_more_rows_than_the_tokenizer_has_ids_only_says_tokens(params):
+    """Published heads are padded. One such id ended the tick, and every request in it."""
+
+    class Padded(RecurrentModel):
+        def head(self, hidden: torch.Tensor) -> torch.Tensor:
+            logits = super().head(hidden)
+            logits[..., 258:] += 5.0
+            return logits
+
+    model = Padded(RecurrentConfig(vocab_size=320, **TINY)).eval()
+    engine = Engine(model, ByteTokenizer(), EngineConfig(exit="fixed:2", max_depth=2, max_seq=64))
+    asked = [SamplingParams(max_tokens=12, ignore_eos=True, seed=i, **params) for i in range(4)]
+    found = engine.generate([[i] for i in range(4)], asked)
+    for i, generation in enumerate(found):
+        made = generation.completions[0].token_ids
+        assert len(made) == 12 and max(made) < 258
+        rule = engine.default_rule
+        decoder = ReferenceDecoder(model, rule, build_policy(rule))
+        steps = decoder.generate([i], 12, asked[i], vocab_size=258)
+        assert tuple(step.token_id for step in steps)[1:] == made
+    assert engine.idle
 
 
 # Tokens as they are made.

@@ -404,6 +404,48 @@ def test_u45_log_probabilities_are_finite_and_fit_json():
     assert set(hot.logprobs.tolist()) == {0.0, LOGPROB_FLOOR}, "the chosen one too"
 
 
+# Rows of a head that no token has.
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        GREEDY,
+        WARM,
+        SamplingParams(temperature=5.0, top_k=2, top_p=0.9, min_p=0.01),
+        SamplingParams(logit_bias={6: 100.0}, repetition_penalty=1.5, presence_penalty=1.0),
+    ],
+)
+@pytest.mark.parametrize("best", [6, 2])
+def test_a_row_of_the_head_that_no_token_has_is_never_chosen_nor_reported(params, best):
+    """Published checkpoints pad their heads; the detokenizer knows no such id."""
+    logits = torch.randn(400, 8)
+    logits[:, best] += 20.0
+    history = History([1], [2, 2])
+    rows = [replace(params, seed=i, logprobs=3) for i in range(400)]
+    found = sample(logits, rows, range(400), [5] * 400, [history] * 400, vocab_size=5)
+    assert found.token_ids.max() < 5
+    alternatives = [i for top in found.top_logprobs.values() for i, _ in top]
+    assert len(alternatives) == 1200 and max(alternatives) < 5
+    cut = sample(
+        logits[:, :5],
+        [replace(p, logit_bias={}) for p in rows],
+        range(400),
+        [5] * 400,
+        [history] * 400,
+    )
+    assert torch.equal(found.token_ids, cut.token_ids), "chosen as if they were not there"
+    share = logits.log_softmax(-1).gather(-1, found.token_ids.unsqueeze(-1)).squeeze(-1)
+    assert torch.equal(found.logprobs, share), "as a forward pass scores it"
+
+
+def test_a_row_where_nothing_but_padding_is_likely_is_broken():
+    logits = torch.tensor([[-INF, -INF, 3.0], [0.0, 1.0, 2.0]])
+    for params in (GREEDY, WARM):
+        with pytest.raises(LogitsError, match="row 0 has no next token: all 2 logits are -inf"):
+            sample(logits, [params] * 2, [0, 1], [5, 5], vocab_size=2)
+
+
 # The fast path, and what callers may pass.
 
 
