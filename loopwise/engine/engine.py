@@ -73,13 +73,13 @@ class Engine:
         self.model, self.tokenizer, self.config = model.eval(), tokenizer, config
         self.kv_policy = parse_kv_policy(config.kv_policy)
         limits = config.limits()
-        static = config.batching == "static"
-        self.scheduler = Scheduler(limits, self.kv_policy.exact, whole_batches=static)
         shape = CacheShape(
             limits.pages, limits.page_size, config.max_depth, coda_every=config.logits_exits
         )
         device = next(model.parameters()).device
         self.cache = KVCache(geometry, self.kv_policy, shape, model.dtype, device)
+        static = config.batching == "static"
+        self.scheduler = Scheduler(limits, self.kv_policy.exact, whole_batches=static)
         seats = self.scheduler.seats
         fused = config.kernels == "auto" and can_fuse(model.dtype, device)
         self.table = RowTable(

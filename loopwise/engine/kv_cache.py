@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loopwise.engine.kv_policy import KVPolicy
+from loopwise.errors import EngineError
 from loopwise.models.base import Geometry
 
 Ints = NDArray[np.int64]
@@ -70,6 +71,9 @@ class KVCache:
     """Keys and values of all attention layers, each ``(entries, n_kv_heads, head_dim)``.
 
     Source: Kwon et al. 2023, arXiv:2309.06180 (pages).
+
+    Raises:
+        EngineError: there is no memory for it.
     """
 
     def __init__(
@@ -99,6 +103,17 @@ class KVCache:
             sizes = [tokens * stage.entries for stage in self.stages]
             return [torch.zeros(n, *width, dtype=dtype, device=device) for n in sizes]
 
-        self.keys, self.values = pools(), pools()
         entry = 2 * geometry.n_kv_heads * geometry.head_dim * dtype.itemsize
         self.bytes_per_token = entry * sum(stage.entries for stage in self.stages)
+        asked = self.bytes_per_token * tokens
+        try:
+            # All of it once before it is written to: pools that fit one by one and not together
+            # would get the process killed.
+            torch.empty(asked, dtype=torch.uint8, device=device)
+            self.keys, self.values = pools(), pools()
+        except (RuntimeError, MemoryError, OverflowError, TypeError) as err:
+            raise EngineError(
+                f"the KV cache asks for {asked} bytes ({asked / 2**30:.1f} GiB), which {device} "
+                "does not have; lower engine.pages, or engine.slots and engine.max_seq that set "
+                "it, or engine.max_depth"
+            ) from err

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal
 
 from loopwise.config import check_choices
 from loopwise.engine.scheduler import Limits
 from loopwise.errors import EngineError
+from loopwise.exits.rule import MAX_DEPTH
+
+_WHOLE = ("max_depth", "slots", "max_seq", "page_size", "chunk", "coda_delay", "max_wait")
+_WHOLE_OR_NONE = ("pages", "prefill_rows")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,8 +72,15 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        if self.max_depth < 1:
-            raise EngineError(f"engine.max_depth={self.max_depth} must be at least 1")
+        for name in (*_WHOLE, *_WHOLE_OR_NONE):
+            value = getattr(self, name)
+            whole = isinstance(value, Integral) and not isinstance(value, bool)
+            if not whole and (value is not None or name in _WHOLE):
+                raise EngineError(f"engine.{name}={value!r} must be a whole number")
+        if not 1 <= self.max_depth <= MAX_DEPTH:
+            raise EngineError(
+                f"engine.max_depth={self.max_depth} must be at least 1 and at most {MAX_DEPTH}"
+            )
         if self.coda_delay < 0:
             raise EngineError(f"engine.coda_delay={self.coda_delay} must not be negative")
 

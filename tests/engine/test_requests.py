@@ -229,7 +229,7 @@ def test_streams_are_what_generate_says_though_one_reader_leaves():
 def test_choices_are_streamed_side_by_side():
     """U47: every index, each complete, the same as without streaming."""
     engine = plain()
-    params = SamplingParams(max_tokens=4, temperature=1.0, n=5, ignore_eos=True)
+    params = SamplingParams(max_tokens=4, temperature=1.0, n=5, seed=3, ignore_eos=True)
 
     async def read() -> list[StreamedToken]:
         return [token async for token in engine.stream(TEXT[:5], params)]
@@ -340,6 +340,18 @@ BAD_ENGINES: dict[str, tuple[dict[str, Any], type[LoopwiseError], list[str]]] = 
     "exit": ({"exit": "k:1"}, ExitError, ["'k'", "known: fixed, kl"]),
     "exit past depth": ({"exit": "fixed:9"}, DepthError, ["9", "engine.max_depth"]),
     "depth 0": ({"max_depth": 0}, EngineError, ["engine.max_depth=0", "at least 1"]),
+    "depth": ({"max_depth": 1_000_000}, EngineError, ["max_depth=1000000", "at most 256"]),
+    "half a slot": ({"slots": 2.5}, EngineError, ["engine.slots=2.5", "a whole number"]),
+    "page in words": ({"page_size": "32"}, EngineError, ["engine.page_size='32'", "whole number"]),
+    "true pages": ({"pages": True}, EngineError, ["engine.pages=True", "whole number"]),
+    "no chunk": ({"chunk": None}, EngineError, ["engine.chunk=None", "whole number"]),
+    "memory": (
+        {"pages": 10**9, "page_size": 32},
+        EngineError,
+        # 1408 bytes of a token: keys and values of 16 channels, entries 1 + 5 + 5, float32.
+        [f"asks for {1408 * 32 * (10**9 + 1)} bytes", "lower engine.pages"],
+    ),
+    "past all memory": ({"pages": 10**30}, EngineError, ["GiB", "lower engine.pages"]),
     "slots": ({"slots": 0}, EngineError, ["engine.slots=0"]),
     "page": ({"page_size": 0}, EngineError, ["engine.page_size=0"]),
     "pages": ({"pages": 1, "page_size": 16}, EngineError, ["engine.pages=1", "at least 2 of 16"]),
