@@ -20,6 +20,8 @@ The command line turns each into that one line and exit code 2.
 """
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 
@@ -81,6 +83,15 @@ class NonFiniteError(LoopwiseError):
 
 class MissingExtraError(LoopwiseError):
     """A feature needs an optional dependency."""
+
+
+@contextmanager
+def telling_which(what: str) -> Iterator[None]:
+    """Errors begin with ``what``, so that one of many inputs can be found."""
+    try:
+        yield
+    except LoopwiseError as err:
+        raise type(err)(f"{what}: {err}") from err
 
 
 def require_extra(module: str, extra: str, feature: str) -> ModuleType:

@@ -8,29 +8,31 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import nullcontext
 from numbers import Integral
 from typing import Any
-
-import torch
 
 from loopwise.engine.detokenize import Detokenizer
 from loopwise.engine.kernels import can_fuse
 from loopwise.engine.kv_cache import CacheShape, KVCache
 from loopwise.engine.kv_policy import parse_kv_policy
 from loopwise.engine.packed import can_pack, is_hooked
+from loopwise.engine.progress import Told, bar
 from loopwise.engine.request import FinishReason, SamplingParams, TokenOutput
 from loopwise.engine.rows import RowTable
+from loopwise.engine.rules import Rules
 from loopwise.engine.runner import Calls, Runner
 from loopwise.engine.running import Choice, Generation, Request, StreamedToken, forcing
 from loopwise.engine.scheduler import Scheduler, Sequence
 from loopwise.engine.settings import EngineConfig
 from loopwise.engine.ticks import Ticks
-from loopwise.errors import DataError, DepthError, EngineError, ExitError
-from loopwise.exits.base import ExitPolicy, Observation, Output, Reads
-from loopwise.exits.rule import ExitRule, build_policy, parse_rule
+from loopwise.errors import DataError, EngineError, telling_which
+from loopwise.exits.rule import ExitRule
 from loopwise.measure.evaluate import check_depths
+from loopwise.measure.tiers import tiers_of
 from loopwise.models.base import LoopedLM
 from loopwise.models.checkpoint import Checkpoint
 from loopwise.tokenizer import Tokenizer
@@ -42,10 +44,13 @@ class Engine:
     Args:
         model: moved nowhere; frozen.
         tokenizer: of the model.
-        fitted: state of fitted exit policies by name (``exits.json``).
         calls: of another engine of the same model, to compile once for both.
+        fitted, tiers: state of fitted exit policies, and calibrated exit rules, by name
+            (``exits.json``).
+        training: how the model was trained (``training.json``).
     Raises:
         EngineError: settings that do not fit together or do not fit the model.
+        ExitError, DepthError: an exit rule that cannot run here.
     """
 
     def __init__(
@@ -55,6 +60,9 @@ class Engine:
         config: EngineConfig | None = None,
         fitted: Mapping[str, Any] | None = None,
         calls: Calls | None = None,
+        *,
+        tiers: Mapping[str, Any] | None = None,
+        training: Mapping[str, Any] | None = None,
     ) -> None:
         config = EngineConfig() if config is None else config
         geometry = model.geometry
@@ -92,21 +100,26 @@ class Engine:
             fused=fused,
         )
         self.attention = "compiled kernel" if fused else "tensor operations"
-        self._fitted = dict(fitted or {})
-        self._policy_index: dict[str, int] = {}
         if calls is None:
             pack = config.packed == "auto" and can_pack(model.dtype, device)
             pack = pack and not is_hooked(model)
             calls = Calls(model, compile=config.compile == "on", pack=pack)
         self.weights = "packed" if calls.packed else "as stored"
         self.runner = Runner(model, self.cache, self.table, calls, seats=seats)
-        self.default_rule = self._rule(config.exit)
+        self.rules = Rules(
+            model,
+            config,
+            self.runner.add_policy,
+            fitted=fitted or {},
+            tiers=tiers or {},
+            training=training or {},
+        )
+        self.default_rule = self.rules.find(config.exit)
         start = tokenizer.start
         self.bos_id = start.id if config.bos_id is None else config.bos_id
         self.begins_prompts = start.added or config.bos_id is not None
-        self._check_ids("engine.bos_id", [self.bos_id])
-        self._check_ids("engine.end_ids", config.end_ids)
-        self.end_ids = frozenset((*tokenizer.end_ids, *config.end_ids))
+        self._ids("engine.bos_id", [self.bos_id])
+        self.end_ids = frozenset((*tokenizer.end_ids, *self._ids("engine.end_ids", config.end_ids)))
         self._arrivals = 0
         self._ticks = Ticks(
             config,
@@ -117,16 +130,34 @@ class Engine:
             tokenizer.vocab_size,
         )
         self._listeners: dict[Request, asyncio.Queue[StreamedToken | None]] = {}
+        self._awaited: dict[Request, deque[Request]] = {}  # where each goes once it has ended
         self._driver: asyncio.Task[None] | None = None
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint, config: EngineConfig | None = None) -> Engine:
-        """An engine with the exit rules fitted to the checkpoint.
+    def from_checkpoint(
+        cls,
+        checkpoint: Checkpoint,
+        config: EngineConfig | None = None,
+        calls: Calls | None = None,
+    ) -> Engine:
+        """An engine with the exit rules fitted to the checkpoint, and its tiers by name.
 
-        Every id that ends a text counts: those the tokenizer knows and those of ``config``.
+        What is not known to hold is logged and kept in :meth:`stats`: depths past training, and a
+        tier under another KV policy than it was calibrated for. Every id that ends a text counts:
+        those the tokenizer knows and those of ``config``.
+
+        Raises:
+            ExitError: ``exits.json`` is damaged or of other weights; see the class for others.
         """
-        config = EngineConfig() if config is None else config
-        return cls(checkpoint.model, checkpoint.tokenizer, config, checkpoint.fitted_policies())
+        return cls(
+            checkpoint.model,
+            checkpoint.tokenizer,
+            config,
+            checkpoint.fitted_policies(),
+            calls,
+            tiers=tiers_of(checkpoint),
+            training=checkpoint.training,
+        )
 
     # Requests.
 
@@ -144,26 +175,28 @@ class Engine:
         ``max_tokens`` past what the slot leaves is cut to it, with finish reason ``length``.
 
         Args:
-            prompt: text, which begins as `Tokenizer.start` says, or token ids as they are to be
-                fed.
-            exit: when its tokens stop; by default the engine's rule.
+            prompt: text, which begins as `Tokenizer.start` says (an empty one is the start token
+                alone), or token ids as they are to be fed.
+            params: a request without a seed is given one, which :class:`Generation` has.
+            exit: when its tokens stop, by rule or tier; by default the engine's rule.
             priority: higher starts sooner, and is preempted later.
             forced: tokens to go on with whatever the model says; their log-probabilities are what
                 is wanted (teacher forcing under live exits).
         Raises:
-            DataError: an empty prompt.
-            EngineError: a prompt that leaves no room, ids outside the vocabulary; weights that
-                have changed since they were packed.
-            ExitError, DepthError: a rule that cannot decide token by token, or past ``max_depth``.
+            DataError: no token ids.
+            EngineError: a prompt that leaves no room, ids the tokenizer does not have; weights
+                that have changed since they were packed.
+            ConfigError: parameters this vocabulary cannot do.
+            ExitError, DepthError: a rule or tier that there is not, that cannot decide token by
+                token, or past ``max_depth``.
         """
         self.runner.calls.check_weights()
-        params = SamplingParams() if params is None else params
-        params.check_vocab(self.model.geometry.vocab_size)
-        rule = self.default_rule if exit is None else self._rule(exit)
+        params = self._checked(params).seeded()
+        rule = self.default_rule if exit is None else self.rules.find(exit)
         ids = self._prompt_ids(prompt)
         room = self.config.max_seq - len(ids) + 1  # the last token made need not be fed
         if forced is not None:
-            self._check_ids("forced", forced)
+            forced = self._ids("forced", forced)
             params = forcing(params, forced, room)
         request = Request(
             prompt_ids=ids,
@@ -175,14 +208,14 @@ class Engine:
             depths=[None] * len(ids),
             forced=forced,
         )
-        root = self._root(rule, params)
+        root = self._root(request)
         leader = None
         for index in range(params.n):
             self._arrivals += 1
             sequence = Sequence(self._arrivals, list(ids), root, priority, leader)
             leader = leader or sequence
             text = Detokenizer(self.tokenizer, params.stop)
-            choice = Choice(request, index, sequence, text, self._policy_index[rule.policy])
+            choice = Choice(request, index, sequence, text, self.rules.index[rule.policy])
             request.choices.append(choice)
             self._ticks.add(choice)
         return request
@@ -199,7 +232,7 @@ class Engine:
         params: SamplingParams | SequenceOf[SamplingParams] | None = None,
         *,
         exit: str | ExitRule | None = None,
-        progress: Callable[[int, int], None] | None = None,
+        progress: Told | None = None,
     ) -> list[Generation]:
         """Decode prompts together; results in their order.
 
@@ -207,29 +240,52 @@ class Engine:
 
         Args:
             params: for all, or one per prompt.
-            progress: told (finished, all) after each tick that finished one.
+            progress: told (finished, all) whenever one has finished; None: a bar where stderr is a
+                terminal.
+        Raises:
+            LoopwiseError: what :meth:`submit` refuses, before anything is decoded; begins with the
+                index of the prompt.
         """
         if isinstance(prompts, str):
             raise EngineError(f"generate takes a list of prompts; write [{prompts[:20]!r}]")
         each = list(params) if isinstance(params, SequenceOf) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise EngineError(f"{len(prompts)} prompts but {len(each)} params; give one of each")
+        rule = None if exit is None else self.rules.find(exit)
+        if not isinstance(params, SequenceOf):
+            self._checked(params)  # what is wrong for all is not the fault of a prompt
         requests: list[Request] = []
         try:
-            for prompt, p in zip(prompts, each, strict=True):
-                requests.append(self.submit(prompt, p, exit=exit))
-            done = 0
-            while not all(r.finished for r in requests):
-                self.step()
-                now = sum(r.finished for r in requests)
-                if progress is not None and now > done:
-                    progress(now, len(requests))
-                done = now
+            for index, (prompt, p) in enumerate(zip(prompts, each, strict=True)):
+                with telling_which(f"prompt {index}"):
+                    requests.append(self.submit(prompt, p, exit=rule))
+            with bar(len(requests)) if progress is None else nullcontext(progress) as told:
+                for done, _ in enumerate(self.as_completed(requests), 1):
+                    told(done, len(requests))
         except BaseException:  # Ctrl-C too: nothing of this call stays in flight
             for request in requests:
                 self.cancel(request)
             raise
         return [r.generation() for r in requests]
+
+    def as_completed(self, requests: Iterable[Request]) -> Iterator[Request]:
+        """Step until all of ``requests`` have ended; each as soon as it has."""
+        ended: deque[Request] = deque()
+        awaited = []
+        for request in dict.fromkeys(requests):
+            if request.finished:
+                ended.append(request)
+            else:
+                self._awaited[request] = ended
+                awaited.append(request)
+        try:
+            for _ in range(len(ended) + len(awaited)):
+                while not ended:
+                    self.step()
+                yield ended.popleft()
+        finally:
+            for request in awaited:
+                self._awaited.pop(request, None)
 
     async def stream(
         self,
@@ -282,7 +338,11 @@ class Engine:
     def _heard(
         self, choice: Choice, output: TokenOutput | None, reason: FinishReason | None
     ) -> None:
-        """Pass on what a tick made to whoever streams it."""
+        """Pass on what a tick made to whoever streams it or waits for its end."""
+        if output is None and choice.request.finished:
+            ended = self._awaited.pop(choice.request, None)
+            if ended is not None:
+                ended.append(choice.request)
         queue = self._listeners.get(choice.request)
         if queue is None:
             return
@@ -298,8 +358,7 @@ class Engine:
             text = self.tokenizer.encode(prompt)
             ids = (self.bos_id, *text) if self.begins_prompts or not text else tuple(text)
         elif isinstance(prompt, Iterable):
-            ids = tuple(prompt)
-            self._check_ids("the prompt", ids)
+            ids = self._ids("the prompt", prompt)
         else:
             raise EngineError(f"the prompt is {prompt!r}; give text or token ids")
         if not ids:
@@ -307,48 +366,39 @@ class Engine:
         if len(ids) > self.config.max_seq:
             raise EngineError(
                 f"the prompt has {len(ids)} tokens, a slot holds {self.config.max_seq}; shorten "
-                "it or raise engine.max_seq"
+                "it or raise max_seq"
             )
         return ids
 
-    def _check_ids(self, what: str, ids: Iterable[object]) -> None:
-        vocab = self.model.geometry.vocab_size
+    def _checked(self, params: SamplingParams | None) -> SamplingParams:
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise EngineError(
+                f"params={params!r} are no SamplingParams; write SamplingParams(max_tokens=16, ...)"
+            )
+        params.check_vocab(self.tokenizer.vocab_size)
+        return params
+
+    def _ids(self, what: str, ids: Iterable[object]) -> tuple[int, ...]:
+        """Ids as plain integers, all of them the tokenizer's; a model may have more rows."""
+        vocab = self.tokenizer.vocab_size
+        plain = []
         for i in ids:
             if not isinstance(i, Integral) or not 0 <= int(i) < vocab:
                 raise EngineError(f"{what} has token id {i!r}; ids are 0 to {vocab - 1}")
+            plain.append(int(i))
+        return tuple(plain)
 
-    def _rule(self, exit: str | ExitRule) -> ExitRule:
-        rule = parse_rule(exit, self.config.max_depth) if isinstance(exit, str) else exit
-        if rule.max_depth > self.config.max_depth:
-            raise DepthError(
-                f"exit rule {rule} goes to {rule.max_depth} recurrences, this engine holds "
-                f"{self.config.max_depth}; lower it or raise engine.max_depth"
-            )
-        if rule.policy not in self._policy_index:
-            policy = build_policy(rule, self._fitted, self.model)
-            if policy.reads is Reads.TRUTH:
-                raise ExitError(
-                    f"exit rule {policy.name!r} needs later recurrences; it cannot decode"
-                )
-            if policy.reads.runs_coda and not self.config.logits_exits:
-                raise ExitError(
-                    f"exit rule {policy.name!r} reads logits or what they are made of; this engine "
-                    "was made with engine.logits_exits=false"
-                )
-            _try(policy, self.model)
-            self._policy_index[rule.policy] = self.runner.add_policy(policy)
-        return rule
-
-    def _root(self, rule: ExitRule, params: SamplingParams) -> int:
+    def _root(self, request: Request) -> int:
         if not self.config.prefix_cache:
             return self.scheduler.pool.private_root()
-        seed = params.seed if self.model.seeded_latent else 0
-        return self.scheduler.pool.root((str(rule), seed))
+        seed = request.seed if self.model.seeded_latent else 0
+        return self.scheduler.pool.root((str(request.rule), seed))
 
     # What happened.
 
     def stats(self) -> dict[str, Any]:
-        """Counts since the start, and what is in flight."""
+        """Counts since the start, what is in flight, and settings that results depend on."""
         scheduler, counts = self.scheduler, self._ticks.counts
         return {
             "ticks": counts.ticks,
@@ -368,8 +418,10 @@ class Engine:
             "attention": self.attention,
             "weights": self.weights,
             "kv_bytes_per_token": self.cache.bytes_per_token,
+            "end_ids": sorted(self.end_ids),
+            "chunk": self.config.chunk,
             **{k: scheduler.counts[k] for k in _SCHEDULER_COUNTS},
-            "log": list(scheduler.log),
+            "log": [*self.rules.warnings, *scheduler.log],
         }
 
     def occupancy(self) -> Iterator[list[int]]:
@@ -379,12 +431,3 @@ class Engine:
 
 
 _SCHEDULER_COUNTS = ("admitted", "overtaken", "preempted", "reused_tokens", "longest_wait")
-
-
-def _try(policy: ExitPolicy, model: LoopedLM) -> None:
-    """Score one row of zeros, so that what was fitted to another model is refused here."""
-    g = model.geometry
-    latent = torch.zeros(1, g.d_model)
-    output = Output.known(torch.zeros(1, g.vocab_size), latent)
-    seen = Observation(r=torch.ones(1).long(), latent=latent, previous=latent, output=output)
-    policy.score(seen, torch.zeros(1, policy.memory_width(g.vocab_size, g.d_model)))

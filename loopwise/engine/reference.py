@@ -226,11 +226,12 @@ class ReferenceDecoder:
             for last in self.feed_chunk(prompt[at : at + self.chunk]):
                 yield last
         made: list[int] = []
+        seed = params.seeded().choice_seed(0)
         for _ in range(max_tokens):
             found = sample(
                 last.logits.unsqueeze(0),
                 [params],
-                [params.seed],
+                [seed],
                 [self.position],
                 [History(prompt, made)],
                 vocab_size=vocab_size,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Literal, cast
 
@@ -65,7 +66,8 @@ class SamplingParams:
         stop: strings that end the text, and are not part of it.
         stop_ids: token ids that end the text, besides the model's own.
         ignore_eos: go on past the model's own end tokens; ``stop`` and ``stop_ids`` still hold.
-        seed: of this request's randomness, any 64-bit integer; see `choice_seed`.
+        seed: of this request's randomness, any 64-bit integer; see `choice_seed`. None draws one
+            when the request comes in, so that no two sample alike.
         logprobs: how many best alternatives each token is reported with; None for none.
         n: choices, each sampled by itself.
         max_tokens: tokens to make at most; None for as many as fit.
@@ -85,7 +87,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    seed: int = 0
+    seed: int | None = None
     logprobs: int | None = None
     n: int = 1
     max_tokens: int | None = None
@@ -105,7 +107,9 @@ class SamplingParams:
             "logit_bias": _biases(self.logit_bias),
             "stop": _strings(self.stop),
             "stop_ids": _ids(self.stop_ids),
-            "seed": _integer("seed", self.seed, -(1 << 63), (1 << 63) - 1),
+            "seed": None
+            if self.seed is None
+            else _integer("seed", self.seed, -(1 << 63), (1 << 63) - 1),
             "logprobs": _optional("logprobs", self.logprobs, 0, "None turns them off"),
             "n": _integer("n", self.n, 1),
             "max_tokens": _optional("max_tokens", self.max_tokens, 1, "None is as many as fit"),
@@ -132,11 +136,22 @@ class SamplingParams:
         """Every token id that ends this request: its own, and the model's unless ignored."""
         return frozenset(self.stop_ids) | frozenset(() if self.ignore_eos else model_end_ids)
 
+    def seeded(self) -> SamplingParams:
+        """The same with a seed: its own, else one from the system, of so many bits as JSON keeps.
+
+        Where no token is drawn it is 0, so that latents which start from noise do as well, and the
+        same request has the same answer.
+        """
+        if self.seed is not None:
+            return self
+        return replace(self, seed=secrets.randbits(53) if self.temperature > 0 else 0)
+
     def choice_seed(self, index: int) -> int:
         """Seed of choice ``index``: the first has the request's own, as it would have alone.
 
         The others are hashed, since ``seed + index`` would repeat under the next seed.
         """
+        assert self.seed is not None, "a request that runs is seeded"
         if index == 0:
             return self.seed
         digest = hashlib.blake2b(f"{self.seed}/{index}".encode(), digest_size=8).digest()
@@ -145,6 +160,8 @@ class SamplingParams:
     def check_vocab(self, vocab_size: int) -> None:
         """Refuse what this vocabulary cannot do; call it when the request comes in.
 
+        Args:
+            vocab_size: ids of the tokenizer, which may be fewer than the model has rows.
         Raises:
             ConfigError: an id in ``logit_bias`` or ``stop_ids`` that no token has, or more
                 ``logprobs`` than there are tokens.
@@ -153,12 +170,12 @@ class SamplingParams:
             for token_id in ids:
                 if token_id >= vocab_size:
                     raise ConfigError(
-                        f"{name} names token {token_id}; this model's ids are 0 to "
+                        f"{name} names token {token_id}; this tokenizer's ids are 0 to "
                         f"{vocab_size - 1}: take it out"
                     )
         if self.logprobs is not None and self.logprobs > vocab_size:
             raise ConfigError(
-                f"logprobs={self.logprobs}; this model has {vocab_size} tokens: ask for fewer"
+                f"logprobs={self.logprobs}; this tokenizer has {vocab_size} ids: ask for fewer"
             )
 
 

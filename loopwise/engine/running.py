@@ -23,6 +23,7 @@ class Generation:
         prompt_ids: as fed, begin-of-text included.
         prompt_exit_depths: recurrences of each prompt token; None for those found in the cache.
         completions: one per choice.
+        seed: the request's own or the one it was given; with it the request can be repeated.
         ttft_s: from submission to the first token, of the first choice that had one.
         total_s: from submission to the last token.
         reused_tokens: of the prompt, found in the prefix cache.
@@ -33,6 +34,7 @@ class Generation:
     prompt_ids: tuple[int, ...]
     prompt_exit_depths: tuple[int | None, ...]
     completions: tuple[Completion, ...]
+    seed: int
     ttft_s: float
     total_s: float
     reused_tokens: int
@@ -101,6 +103,7 @@ class Request:
     """A prompt with its parameters, and what has come of it so far.
 
     Attributes:
+        params: with a seed.
         error: why it could not be finished; the others go on.
     """
 
@@ -121,11 +124,16 @@ class Request:
     def finished(self) -> bool:
         return all(c.finish_reason is not None for c in self.choices)
 
+    @property
+    def seed(self) -> int:
+        return self.params.choice_seed(0)
+
     def generation(self) -> Generation:
         return Generation(
             prompt_ids=self.prompt_ids,
             prompt_exit_depths=tuple(self.depths),
             completions=tuple(c.completion() for c in self.choices),
+            seed=self.seed,
             ttft_s=self.ttft_s,
             total_s=self.total_s,
             reused_tokens=self.choices[0].sequence.reused,

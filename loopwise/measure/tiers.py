@@ -67,7 +67,10 @@ def tier_rule(checkpoint: Checkpoint, name: str) -> ExitRule:
     Raises:
         ExitError: no such tier; names those there are.
     """
-    tiers = tiers_of(checkpoint)
+    return _tier_rule(tiers_of(checkpoint), name)
+
+
+def _tier_rule(tiers: Mapping[str, Any], name: str) -> ExitRule:
     if name not in tiers:
         hint = did_you_mean(name, [*tiers, *EXITS]) or ";"
         known = f"tiers: {', '.join(tiers)}" if tiers else "no tier yet (`loopwise calibrate`)"
@@ -80,10 +83,17 @@ def tier_rule(checkpoint: Checkpoint, name: str) -> ExitRule:
 
 def named_rule(checkpoint: Checkpoint, text: str, max_depth: int) -> ExitRule:
     """A tier by its name, or an exit rule as :func:`parse_rule` reads it."""
-    name = text.strip()
-    if ":" in name or name in EXITS:
-        return parse_rule(text, max_depth)
-    return tier_rule(checkpoint, name)
+    return parse_rule(text, max_depth) if is_rule(text) else tier_rule(checkpoint, text.strip())
+
+
+def rule_among(tiers: Mapping[str, Any], text: str, max_depth: int) -> ExitRule:
+    """`named_rule` where the tiers have been read: what :func:`tiers_of` gave."""
+    return parse_rule(text, max_depth) if is_rule(text) else _tier_rule(tiers, text.strip())
+
+
+def is_rule(text: str) -> bool:
+    """Whether ``text`` is written as an exit rule; anything else can only be a tier."""
+    return ":" in text or text.strip() in EXITS
 
 
 def write_tiers(checkpoint: Checkpoint, tiers: Mapping[str, Any]) -> Checkpoint:
@@ -96,7 +106,12 @@ def write_tiers(checkpoint: Checkpoint, tiers: Mapping[str, Any]) -> Checkpoint:
 
 def why_not_promised(checkpoint: Checkpoint, name: str | None, kv_policy: str) -> str | None:
     """Why a tier's budget says nothing about decoding under ``kv_policy``; None where it does."""
-    tier = tiers_of(checkpoint).get(name or "")
+    return why_unpromised(tiers_of(checkpoint), name, kv_policy)
+
+
+def why_unpromised(tiers: Mapping[str, Any], name: str | None, kv_policy: str) -> str | None:
+    """`why_not_promised` where the tiers have been read."""
+    tier = tiers.get(name or "")
     judged = None if tier is None else tier.get("kv_policy", kv_policy)
     if judged is None or judged == kv_policy:
         return None

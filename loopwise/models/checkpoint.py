@@ -273,6 +273,23 @@ def usual_depth(training: Mapping[str, Any], limit: int | None) -> int:
     return usual if limit is None else min(usual, limit)
 
 
+def why_extrapolated(training: Mapping[str, Any], depth: int) -> str | None:
+    """Why little is known of results at ``depth``; None within what 99% of training steps ran.
+
+    Args:
+        training: what ``training.json`` holds; one that says nothing of depth warns of none.
+    """
+    drawn = training.get("depth", {})
+    usual = drawn.get("p99")
+    if usual is None or depth <= usual:
+        return None
+    most = f", and at most {drawn['max']} in any" if "max" in drawn else ""
+    return (
+        f"{depth} recurrences are past training, which ran at most {usual} in 99% of its steps"
+        f"{most}; results there are extrapolation"
+    )
+
+
 def _required(source: Path | str, config: Mapping[str, Any], key: str) -> Any:
     """One key of config.json, of the right kind."""
     if key not in config:

@@ -167,7 +167,7 @@ class Job:
 
 def job(prompt: Iterable[int], rule: ExitRule | str, new_tokens: int = 4, **params: Any) -> Job:
     rule = parse_rule(rule) if isinstance(rule, str) else rule
-    params.setdefault("ignore_eos", True)
+    params = {"ignore_eos": True, "seed": 0, **params}
     return Job(tuple(prompt), rule, SamplingParams(max_tokens=new_tokens, **params))
 
 
@@ -190,7 +190,7 @@ def reference(
         build(name, dtype or torch.float64),
         wanted.rule,
         policy,
-        params.seed,
+        params.choice_seed(0),
         parse_kv_policy(kv),
         chunk,
     )

@@ -315,6 +315,11 @@ BAD_REQUESTS: dict[str, tuple[dict[str, Any], type[LoopwiseError], list[str]]] =
     "depth 1000000": ({"exit": "fixed:1000000"}, DepthError, ["1000000", "limit"]),
     "bias": ({"params": SamplingParams(logit_bias={300: 1.0})}, ConfigError, ["300", "257"]),
     "stop id": ({"params": SamplingParams(stop_ids=(999,))}, ConfigError, ["999", "257"]),
+    "dict": (
+        {"params": {"temperature": 1}},
+        EngineError,
+        ["{'temperature': 1}", "SamplingParams("],
+    ),
     "logprobs": ({"params": SamplingParams(logprobs=259)}, ConfigError, ["259", "258"]),
 }
 

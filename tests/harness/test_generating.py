@@ -19,8 +19,9 @@ def checkpoint(tmp_path):
 
 def test_settings_of_the_harness_become_sampling_settings():
     greedy = sampling({"until": ["\n", "", "Q:"], "max_gen_toks": 7, "do_sample": False})
-    assert greedy == SamplingParams(stop=("\n", "Q:"), max_tokens=7)
-    assert sampling({"until": "\n"}) == SamplingParams(stop=("\n",), max_tokens=MAX_NEW_TOKENS)
+    assert greedy == SamplingParams(stop=("\n", "Q:"), max_tokens=7, seed=0)
+    short = sampling({"until": "\n"})
+    assert short == SamplingParams(stop=("\n",), max_tokens=MAX_NEW_TOKENS, seed=0)
     drawn = sampling({"do_sample": True, "top_p": 0.9, "max_new_tokens": 3, "seed": 5})
     assert drawn == SamplingParams(temperature=1.0, top_p=0.9, max_tokens=3, seed=5)
     assert sampling({"temperature": 0.7}).temperature == 0.7
@@ -29,7 +30,7 @@ def test_settings_of_the_harness_become_sampling_settings():
 
 def test_without_sampling_the_best_token_wins_whatever_else_is_said():
     asked = sampling({"do_sample": False, "temperature": 0.9, "top_k": 1, "top_p": 0.5})
-    assert asked == SamplingParams(max_tokens=MAX_NEW_TOKENS)
+    assert asked == SamplingParams(max_tokens=MAX_NEW_TOKENS, seed=0)
 
 
 def test_a_setting_nobody_looks_at_is_refused():
