@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from loopwise.bench.drive import Pass
 from loopwise.bench.workload import Job
 from loopwise.engine import Engine
+from loopwise.engine.reference import ReferenceDecoder
 from loopwise.models.base import LoopedLM, Rope
 
 
@@ -72,14 +75,17 @@ class GrowingView:
 
 
 @torch.no_grad()
-def generate_padded(model: LoopedLM, jobs: Sequence[Job], depth: int, pad: int) -> list[list[int]]:
-    """Greedy decoding as a `transformers` loop does it: left-padded, up to the longest end."""
+def padded_steps(model: LoopedLM, jobs: Sequence[Job], depth: int, pad: int) -> Iterator[Tensor]:
+    """Greedy decoding as a `transformers` loop does it: left-padded, up to the longest end.
+
+    Yields:
+        The next token of every job, ``(batch,)``.
+    """
     width = max(len(job.prompt) for job in jobs)
     ids = torch.tensor([[pad] * (width - len(j.prompt)) + list(j.prompt) for j in jobs])
     starts = torch.tensor([[width - len(j.prompt)] for j in jobs])
     positions = torch.arange(width)[None] - starts
     view = GrowingView(model.geometry.rope, positions, ids, model.dtype)
-    made: list[Tensor] = []
     for step in range(max(job.new_tokens for job in jobs)):
         if step:
             view.extend(positions, ids)
@@ -89,10 +95,74 @@ def generate_padded(model: LoopedLM, jobs: Sequence[Job], depth: int, pad: int) 
             latent = model.core_step(latent, injection, r, view)
         # The whole block goes through the coda, whose entries later tokens read; the head does not.
         ids = model.head(model.hidden(latent, depth, view)[:, -1:]).argmax(dim=-1)
-        made.append(ids)
+        yield ids[:, 0]
         positions = positions[:, -1:] + 1
-    rows = torch.cat(made, dim=1).tolist()
+
+
+def generate_padded(model: LoopedLM, jobs: Sequence[Job], depth: int, pad: int) -> list[list[int]]:
+    """What :func:`padded_steps` makes of every job."""
+    rows = torch.stack(list(padded_steps(model, jobs, depth, pad)), dim=1).tolist()
     return [row[: job.new_tokens] for row, job in zip(rows, jobs, strict=True)]
+
+
+def drive_padded(
+    model: LoopedLM, jobs: Sequence[Job], depth: int, pad: int, batch_size: int
+) -> Pass:
+    """One pass of the padded loop, batch after batch; what it runs for padding is counted."""
+    start = time.perf_counter()
+    ttft: list[float] = []
+    gaps: list[float] = []
+    fed = slot_ticks = 0
+    for at in range(0, len(jobs), batch_size):
+        batch = jobs[at : at + batch_size]
+        last = None
+        for step, ids in enumerate(padded_steps(model, batch, depth, pad)):
+            ids.tolist()  # the tokens are here
+            now = time.perf_counter() - start
+            wanting = sum(job.new_tokens > step for job in batch)
+            if last is None:
+                ttft += [now] * len(batch)
+            else:
+                gaps += [now - last] * wanting
+            last = now
+        steps = max(job.new_tokens for job in batch)
+        fed += len(batch) * (max(len(job.prompt) for job in batch) + steps - 1)
+        slot_ticks += len(batch) * steps * depth
+    seconds = time.perf_counter() - start
+    made = sum(job.new_tokens for job in jobs)
+    return Pass(
+        seconds=seconds,
+        new_tokens=made,
+        fed=fed,
+        row_steps=fed * depth,
+        slot_ticks=slot_ticks,
+        depths=np.full(made, depth),
+        ttft_s=np.array(ttft),
+        gaps_s=np.array(gaps),
+        busy_s=seconds,
+    )
+
+
+def drive_reference(decoder: ReferenceDecoder, job: Job) -> Pass:
+    """One job in the reference decoder: one row at a time, prompt tokens too."""
+    start = time.perf_counter()
+    depths: list[int] = []
+    times: list[float] = []
+    for token in decoder.generate(job.prompt, job.new_tokens - 1):  # the last one is not fed
+        depths.append(token.exit_depth)
+        times.append(time.perf_counter() - start)
+    times = times[len(job.prompt) - 1 :]  # when each new token can be read
+    return Pass(
+        seconds=times[-1],
+        new_tokens=job.new_tokens,
+        fed=len(depths),
+        row_steps=sum(depths),
+        slot_ticks=sum(depths),
+        depths=np.array(depths[len(job.prompt) - 1 :]),
+        ttft_s=np.array(times[:1]),
+        gaps_s=np.diff(times),
+        busy_s=times[-1],
+    )
 
 
 @torch.no_grad()

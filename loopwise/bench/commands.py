@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from loopwise.bench.baselines import generate_in_step, generate_padded
-from loopwise.bench.common import keep, ratios, record, spread, table
-from loopwise.bench.drive import Pass, drive, figures
+from loopwise.bench.baselines import drive_padded, drive_reference, generate_in_step
+from loopwise.bench.common import keep, ratios, record
+from loopwise.bench.contest import LIVE, Contest, Way
+from loopwise.bench.drive import Forced, drive
 from loopwise.bench.exits import bench_exits, keep_exits
 from loopwise.bench.kv import bench_kv
 from loopwise.bench.setup import Bench, BenchOptions
@@ -22,7 +23,7 @@ from loopwise.bench.workload import Job, Lengths
 from loopwise.engine.reference import ReferenceDecoder
 from loopwise.errors import ConfigError
 from loopwise.exits.rule import build_policy
-from loopwise.models.costs import flops_per_token
+from loopwise.models.costs import kv_bytes_per_token
 from loopwise.report.draw import save_png
 from loopwise.report.occupancy import rows_by_recurrence
 
@@ -30,143 +31,70 @@ _SHOWN_TICKS = 256
 
 
 def bench_decode(path: Path, options: BenchOptions, console: Console) -> dict[str, Any]:
-    """Tokens per second with live exits against uniform depth, lockstep and static batches."""
+    """Tokens per second with live exits against uniform depth, lockstep and static batches.
+
+    In turns with them runs a padded loop; one request in the reference decoder runs once, after
+    them, since it is slow.
+    """
     bench = Bench(path, options, Lengths((16, 48), (32, 96)), console)
-    quality = bench.quality()
-    below, above = _whole_depths(quality.uniform_depth, bench.depth)
-    engines = {
-        "live exits": bench.first,
-        f"uniform {bench.depth}": bench.engine(exit=f"fixed:{bench.depth}"),
-        f"uniform {below}": bench.engine(exit=f"fixed:{below}"),
-        f"uniform {above}": bench.engine(exit=f"fixed:{above}"),
-        "lockstep exits": bench.engine(batching="lockstep"),
-        f"static {bench.depth}": bench.engine(exit=f"fixed:{bench.depth}", batching="static"),
-    }
-    found = bench.timed({name: partial(drive, e, bench.jobs) for name, e in engines.items()})
-    found["padded loop"] = _padded(bench)
-    rows = [figures(name, each) for name, each in found.items()]
-    rows.append(_reference(bench))
-    live, full = found["live exits"], found[f"uniform {bench.depth}"]
-    seconds = {name: [p.seconds for p in each] for name, each in found.items()}
-    part = quality.uniform_depth - below
-    equal = [
-        (1 - part) * a + part * b
-        for a, b in zip(seconds[f"uniform {below}"], seconds[f"uniform {above}"], strict=True)
-    ]
-    context = sum(bench.lengths.prompt) // 2 + sum(bench.lengths.output) // 4
-    costs = flops_per_token(bench.checkpoint.model, context)
-    mean_depth = float(np.mean([p.mean_depth for p in live]))
-    cap = costs.cap(bench.depth, mean_depth)
-    speedup = ratios(seconds[f"uniform {bench.depth}"], seconds["live exits"])
-    delta = quality.delta
-    pairs = zip(live, full, strict=True)
-    table("decode", _shown(rows), bench.console)
+    contest = Contest(bench, partial(drive, jobs=bench.jobs))
+    exits, full = contest.quality.exits, contest.quality.uniform[-1]
+    contest.add_engine("lockstep exits", exits, batching="lockstep")
+    uniform = f"fixed:{bench.depth}"
+    contest.add_engine(f"static {bench.depth}", full, exit=uniform, batching="static")
+    contest.add("padded loop", _padded(bench, full))
+    contest.time()
+    contest.time_once("reference", _reference(bench, exits))
     result = {
-        **bench.settings(),
-        "speedup_vs_uniform": speedup["median"],
-        "speedup_vs_uniform_range": [speedup["low"], speedup["high"]],
-        "cap": cap,
-        "percent_of_cap": 100 * speedup["median"] / cap,
-        "speedup_vs_equal_quality": ratios(equal, seconds["live exits"])["median"],
-        "speedup_vs_lockstep": ratios(seconds["lockstep exits"], seconds["live exits"])["median"],
-        "uniform_vs_padded_loop": ratios(seconds["padded loop"], seconds[f"uniform {bench.depth}"])[
-            "median"
-        ],
-        "nll_delta_nats": delta["mean"],
-        "nll_delta_ci": [delta["low"], delta["high"]],
-        "nll_by_uniform_depth": quality.curve.tolist(),
-        "mean_depth": mean_depth,
-        "uniform_depth": quality.uniform_depth,
-        "allocation_gain": quality.uniform_depth / float(np.mean(quality.exits.depth)),
-        "ttft_ratio": float(
-            np.median([np.median(a.ttft_s) / np.median(b.ttft_s) for a, b in pairs])
-        ),
-        "rows": rows,
-        "occupancy": _occupancy(bench, live[-1]),
+        **contest.result(bench.jobs),
+        "speedup_vs_lockstep": contest.ratio("lockstep exits", LIVE)["median"],
+        "uniform_vs_padded_loop": contest.ratio("padded loop", contest.full)["median"],
+        "occupancy": _occupancy(contest),
     }
-    _summary(bench, result)
+    contest.show("decode", result)
     return record("decode", result)
 
 
 def bench_prefill(path: Path, options: BenchOptions, console: Console) -> dict[str, Any]:
-    """Time to the first token of long prompts, whose tokens leave the core as they settle."""
+    """Time to the first token of long prompts, whose tokens leave the core as they settle.
+
+    One request at a time, one new token each: ``speedup_vs_uniform`` is that of whole prompts, and
+    the head, which reads one token of each, hardly counts in the cap.
+    """
     bench = Bench(path, options, Lengths((512, 512), (16, 16)), console)
-    quality = bench.quality()
     jobs = [replace(job, new_tokens=1) for job in bench.jobs[: max(4, options.requests // 8)]]
-    full = bench.engine(exit=f"fixed:{bench.depth}", slots=1)
-    live = bench.engine(slots=1)
-    found = bench.timed(
-        {
-            "live exits": lambda: drive(live, jobs, _one_by_one(jobs)),
-            f"uniform {bench.depth}": lambda: drive(full, jobs, _one_by_one(jobs)),
-        }
-    )
-    rows = [figures(name, each) for name, each in found.items()]
-    table("prefill", _shown(rows), bench.console)
-    mean = [
-        [float(p.seconds / len(jobs)) for p in each] for each in found.values()
-    ]  # one request at a time: seconds per request is the time to its first token
-    ratio = ratios(mean[0], mean[1])
-    delta = quality.delta
-    result = {
-        **bench.settings(),
-        "batch": 1,
-        "ttft_ratio": ratio["median"],
-        "ttft_ratio_range": [ratio["low"], ratio["high"]],
-        "ttft_s": spread(mean[0]),
-        "uniform_ttft_s": spread(mean[1]),
-        "mean_depth": float(np.mean([p.mean_depth for p in found["live exits"]])),
-        "uniform_depth": quality.uniform_depth,
-        "nll_delta_nats": delta["mean"],
-        "nll_delta_ci": [delta["low"], delta["high"]],
-        "rows": rows,
-    }
-    bench.say(
-        f"time to first token {result['ttft_ratio']:.3f} of uniform {bench.depth}; "
-        f"NLL {delta['mean']:+.4f} ({delta['low']:+.4f} to {delta['high']:+.4f}) nats"
-    )
+    contest = Contest(bench, partial(drive, jobs=jobs, alone=True), slots=1)
+    contest.time()
+    result = {**contest.result(jobs), "batch": 1}
+    contest.show("prefill", result)
     return record("prefill", result)
 
 
 def bench_serve(path: Path, options: BenchOptions, console: Console) -> dict[str, Any]:
-    """Requests that arrive at random: latency with live exits against uniform depth."""
+    """Requests that arrive at random: latency with live exits against uniform depth.
+
+    As long as both keep up they complete the same tokens per second, those that come in. So
+    speed-ups here are of the time an engine is at work for the same tokens; idle time is left out.
+    """
     bench = Bench(path, options, Lengths((16, 48), (32, 96)), console)
     full = bench.engine(exit=f"fixed:{bench.depth}")
-    warm = drive(full, bench.jobs)
-    per_s = options.rate * len(bench.jobs) / warm.seconds
+    drive(full, bench.jobs)  # warms up
+    per_s = options.rate * len(bench.jobs) / drive(full, bench.jobs).seconds
     rng = np.random.default_rng(options.seed)
     arrivals = np.cumsum(rng.exponential(1 / per_s, len(bench.jobs))).tolist()
-    found = bench.timed(
-        {
-            "live exits": lambda: drive(bench.first, bench.jobs, arrivals),
-            f"uniform {bench.depth}": lambda: drive(full, bench.jobs, arrivals),
-        }
-    )
-    quality = bench.quality()
-    rows = [figures(name, each) for name, each in found.items()]
-    table("serve", _shown(rows), bench.console)
-    live, uniform = found["live exits"], found[f"uniform {bench.depth}"]
-
-    def ratio(share: float) -> float:
-        pairs = zip(live, uniform, strict=True)
-        return float(
-            np.median(
-                [np.quantile(a.ttft_s, share) / np.quantile(b.ttft_s, share) for a, b in pairs]
-            )
-        )
-
+    run = partial(drive, jobs=bench.jobs, arrivals_s=arrivals)
+    contest = Contest(bench, run, seconds=lambda p: p.busy_s)
+    contest.time()
+    live, uniform = contest.found[LIVE], contest.found[contest.full]
+    late = [[float(np.quantile(p.ttft_s, 0.99)) for p in each] for each in (live, uniform)]
+    gaps = [[float(np.quantile(p.gaps_s, 0.99)) for p in each] for each in (live, uniform)]
     result = {
-        **bench.settings(),
+        **contest.result(bench.jobs),
         "arrivals_per_s": per_s,
-        "ttft_ratio": ratio(0.5),
-        "ttft_p99_ratio": ratio(0.99),
-        "gap_p99_ratio": rows[0]["gap_p99_s"] / rows[1]["gap_p99_s"],
-        "mean_depth": rows[0]["mean_depth"],
-        "uniform_depth": quality.uniform_depth,
-        "nll_delta_nats": quality.delta["mean"],
-        "nll_delta_ci": [quality.delta["low"], quality.delta["high"]],
-        "rows": rows,
+        "ttft_p99_ratio": ratios(*late)["median"],
+        "gap_p99_ratio": ratios(*gaps)["median"],
     }
+    contest.show("serve", result, "in time at work over")
     return record("serve", result)
 
 
@@ -247,93 +175,27 @@ def check_used(command: str, given: Iterable[str]) -> None:
             raise ConfigError(f"bench {command} has no use for --{name}; leave it out")
 
 
-def _occupancy(bench: Bench, timed: Pass) -> list[list[int]]:
+def _occupancy(contest: Contest) -> list[list[int]]:
     """Live rows by recurrence in the first ticks of the last pass of live exits."""
-    ticks = list(bench.first.occupancy())
-    return ticks[max(0, len(ticks) - timed.ticks) :][:_SHOWN_TICKS]
+    ticks = list(contest.live.occupancy())
+    return ticks[max(0, len(ticks) - contest.found[LIVE][-1].ticks) :][:_SHOWN_TICKS]
 
 
-def _whole_depths(depth: float, most: int) -> tuple[int, int]:
-    below = min(int(depth), max(1, most - 1))
-    return below, min(below + 1, most)
-
-
-def _one_by_one(jobs: Sequence[Job]) -> list[float]:
-    return [0.0] * len(jobs)  # one slot: each starts when the one before has its token
-
-
-def _padded(bench: Bench) -> list[Pass]:
-    """The `transformers`-style loop, batch after batch."""
-    pad, size = bench.checkpoint.tokenizer.bos_id, bench.options.batch
-    model = bench.checkpoint.model
-    out = []
-    for _ in range(bench.options.repeats):
-        start = time.perf_counter()
-        for at in range(0, len(bench.jobs), size):
-            generate_padded(model, bench.jobs[at : at + size], bench.depth, pad)
-        seconds = time.perf_counter() - start
-        made = sum(job.new_tokens for job in bench.jobs)
-        fed = made + sum(len(job.prompt) - 1 for job in bench.jobs)
-        out.append(
-            Pass(
-                seconds=seconds,
-                new_tokens=made,
-                fed=fed,
-                row_steps=fed * bench.depth,
-                depths=np.full(made, bench.depth),
-                ttft_s=np.array([np.nan]),
-                gaps_s=np.array([]),
-            )
-        )
-    bench.say(f"padded loop: {out[-1].seconds:.2f} s")
-    return out
-
-
-def _reference(bench: Bench) -> dict[str, Any]:
-    """One request, one row at a time, for a few tokens."""
-    rule = bench.rule
-    policy = build_policy(rule, bench.checkpoint.fitted_policies(), bench.checkpoint.model)
-    job = bench.jobs[0]
-    decoder = ReferenceDecoder(bench.checkpoint.model, rule, policy)
-    start = time.perf_counter()
-    steps = list(decoder.generate(job.prompt, job.new_tokens))
-    seconds = time.perf_counter() - start
-    depths = np.array([s.exit_depth for s in steps])
-    rate = len(steps) / seconds  # prompt tokens cost it as much as new ones
-    return {
-        **dict.fromkeys(("ttft_s", "gap_p50_s", "gap_p99_s", "outside_model"), float("nan")),
-        "name": "reference",
-        "tokens_per_s": rate,
-        "low": rate,
-        "high": rate,
-        "mean_depth": float(depths.mean()),
-        "p95_depth": float(np.quantile(depths, 0.95)),
-        "row_steps": int(depths.sum()),
-    }
-
-
-def _shown(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Narrow enough for a terminal of 80 columns."""
-    return [
-        {
-            "": row["name"],
-            "tokens/s": f"{row['tokens_per_s']:.4g} ({row['low']:.4g}-{row['high']:.4g})",
-            "TTFT ms": f"{1e3 * row['ttft_s']:.4g}",
-            "gap p50, p99 ms": f"{1e3 * row['gap_p50_s']:.3g}, {1e3 * row['gap_p99_s']:.3g}",
-            "depth": f"{row['mean_depth']:.2f}",
-            "p95": f"{row['p95_depth']:.0f}",
-            "row-steps": f"{row['row_steps']:,}",
-        }
-        for row in rows
-    ]
-
-
-def _summary(bench: Bench, result: dict[str, Any]) -> None:
-    low, high = result["nll_delta_ci"]
-    bench.say(
-        f"{result['rule']}: {result['speedup_vs_uniform']:.2f}x over uniform {bench.depth}, "
-        f"{result['percent_of_cap']:.0f}% of the cap {result['cap']:.2f}; "
-        f"{result['speedup_vs_equal_quality']:.2f}x over the uniform depth of equal quality "
-        f"({result['uniform_depth']:.2f}); mean depth {result['mean_depth']:.2f}; NLL "
-        f"{result['nll_delta_nats']:+.4f} ({low:+.4f} to {high:+.4f}) nats against full depth"
+def _padded(bench: Bench, full: Forced) -> Way:
+    """The `transformers`-style loop at full depth; it knows no KV policy but the exact one."""
+    model, pad = bench.checkpoint.model, bench.checkpoint.tokenizer.bos_id
+    return Way(
+        partial(drive_padded, model, bench.jobs, bench.depth, pad, bench.options.batch),
+        full if bench.first.kv_policy.exact else None,
+        kv_bytes_per_token(model.geometry, bench.depth, model.dtype.itemsize),
     )
+
+
+def _reference(bench: Bench, exits: Forced) -> Way:
+    """One request, one row at a time."""
+    model, rule, engine = bench.checkpoint.model, bench.rule, bench.first
+    policy = build_policy(rule, bench.checkpoint.fitted_policies(), model)
+    kept, chunk = engine.kv_policy, bench.config.chunk
+    decoder = ReferenceDecoder(model, rule, policy, kv_policy=kept, chunk=chunk)
+    run = partial(drive_reference, decoder, bench.jobs[0])
+    return Way(run, exits, engine.cache.bytes_per_token)

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 import loopwise
+from loopwise.train.metrics import finite
 from loopwise.writing import make_folder, write_whole
 
 
@@ -79,7 +80,7 @@ def keep(result: Mapping[str, Any], folder: Path) -> Path:
     make_folder(folder)
     hardware = result["hardware"].lower().replace(" ", "-")
     path = folder / f"{result['date']}-{result['benchmark']}-{hardware}.json"
-    write_whole(path, json.dumps(result, indent=1) + "\n")
+    write_whole(path, json.dumps(finite(dict(result)), indent=1, allow_nan=False) + "\n")
     return path
 
 

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from loopwise.bench.common import ratios, record, table
 from loopwise.bench.drive import Forced, drive, force
+from loopwise.bench.quality import agreement
 from loopwise.bench.setup import Bench, BenchOptions
 from loopwise.bench.workload import Job, Lengths
 from loopwise.engine import Engine, SamplingParams
@@ -53,7 +54,7 @@ def bench_kv(path: Path, options: BenchOptions, console: Console) -> dict[str, A
                 "speedup": ratios(seconds["per-loop"], seconds[name])["median"],
                 "nll_delta_nats": _delta(texts[name], texts["per-loop"]),
                 "nll_delta_on_generated_nats": _delta(again[name], again["per-loop"]),
-                "argmax_agreement": _agreement(again[name], again["per-loop"]),
+                "argmax_agreement": agreement(again[name], again["per-loop"]),
                 "same_text": float(np.mean([a == b for a, b in zip(own, written, strict=True)])),
                 "tokens_until_other": float(np.mean(_agreeing(own, written))),
                 "mean_depth": float(texts[name].depth.mean()),
@@ -61,7 +62,7 @@ def bench_kv(path: Path, options: BenchOptions, console: Console) -> dict[str, A
         )
     table("kv", [_shown(row) for row in rows], bench.console)
     bench.say(_LEGEND)
-    return record("kv", {**bench.settings(), "chunk": bench.config.chunk, "rows": rows})
+    return record("kv", {**bench.settings(), "rows": rows})
 
 
 def _written(engine: Engine, jobs: Sequence[Job]) -> list[Job]:
@@ -75,10 +76,6 @@ def _written(engine: Engine, jobs: Sequence[Job]) -> list[Job]:
 
 def _delta(ours: Forced, exact: Forced) -> dict[str, Any]:
     return mean_with_interval(ours.nll - exact.nll, exact.job)
-
-
-def _agreement(ours: Forced, exact: Forced) -> float:
-    return float((ours.argmax == exact.argmax).mean())
 
 
 def _agreeing(ours: Sequence[Job], exact: Sequence[Job]) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,18 +21,24 @@ class Quality:
 
     Attributes:
         exits: under the rule.
-        curve: mean NLL at each uniform depth from 1, nats.
-        full: NLL of each token at the last of them.
+        uniform: at each uniform depth from 1 to full depth.
     """
 
     exits: Forced
-    curve: NDArray[np.float64]
-    full: NDArray[np.float64]
+    uniform: tuple[Forced, ...]
 
     @property
-    def delta(self) -> dict[str, Any]:
+    def curve(self) -> NDArray[np.float64]:
+        """Mean NLL at each uniform depth from 1, nats."""
+        return np.array([found.nll.mean() for found in self.uniform])
+
+    def delta(self, of: Forced) -> dict[str, float]:
         """Mean NLL above full depth, with a paired 95% interval over jobs."""
-        return mean_with_interval(self.exits.nll - self.full, self.exits.job)
+        return mean_with_interval(of.nll - self.uniform[-1].nll, of.job)
+
+    def agreement(self, of: Forced) -> float:
+        """Share of the judged tokens in whose place the likeliest token is that of full depth."""
+        return agreement(of, self.uniform[-1])
 
     @property
     def uniform_depth(self) -> float:
@@ -41,12 +46,16 @@ class Quality:
         return float(equal_depth(np.array([self.exits.nll.mean()]), self.curve[None])[0])
 
 
+def agreement(ours: Forced, theirs: Forced) -> float:
+    """Share of tokens in whose place both find the same likeliest token."""
+    return float((ours.argmax == theirs.argmax).mean())
+
+
 def judge(engine: Engine, jobs: Sequence[Job], rule: str, say: Callable[[str], None]) -> Quality:
     """Score the jobs' continuations under ``rule`` and at every uniform depth."""
-    curve = []
+    uniform = []
     for depth in range(1, engine.config.max_depth + 1):
         say(f"quality at uniform depth {depth}")
-        full = force(engine, jobs, f"fixed:{depth}")
-        curve.append(full.nll.mean())
+        uniform.append(force(engine, jobs, f"fixed:{depth}", argmax=True))
     say(f"quality under {rule}")
-    return Quality(force(engine, jobs, rule), np.array(curve), full.nll)
+    return Quality(force(engine, jobs, rule, argmax=True), tuple(uniform))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from rich.console import Console
@@ -19,6 +19,7 @@ from loopwise.engine import Engine, EngineConfig
 from loopwise.errors import ConfigError
 from loopwise.measure.tiers import named_rule
 from loopwise.models.checkpoint import Checkpoint, load_checkpoint
+from loopwise.train.machine import DtypeName, pick_dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +38,7 @@ class BenchOptions:
         tokens: of each (`exits`).
         budget: nats above full depth that rules are compared at (`exits`).
         wall: time the engine as well (`exits`).
+        dtype: of the weights; auto: see `train.machine.pick_dtype`.
         smoke: seconds, to see that it runs.
     """
 
@@ -53,7 +55,7 @@ class BenchOptions:
     tokens: int = 8000
     budget: float = 0.01
     wall: bool = True
-    dtype: str = "fp32"
+    dtype: DtypeName = "fp32"
     compile: bool = False
     seed: int = 0
     smoke: bool = False
@@ -66,8 +68,8 @@ class BenchOptions:
             raise ConfigError(f"--rate {self.rate} must be above 0")
         if not 0 < self.budget < math.inf:
             raise ConfigError(f"--budget {self.budget:g} must be a number of nats above 0")
-        if self.dtype not in ("fp32", "bf16"):
-            raise ConfigError(f"--dtype {self.dtype!r} must be fp32 or bf16")
+        if self.dtype not in get_args(DtypeName):
+            raise ConfigError(f"--dtype {self.dtype!r} must be fp32, bf16 or auto")
 
 
 class Bench:
@@ -90,7 +92,9 @@ class Bench:
             batch, tokens = min(options.batch, 4), min(options.tokens, 256)
             options = replace(options, batch=batch, requests=4, judged=4, repeats=2, tokens=tokens)
         self.options, self.lengths, self.console = options, lengths, console
-        dtype = torch.float32 if options.dtype == "fp32" else torch.bfloat16
+        dtype, why = pick_dtype(options.dtype, torch.get_default_device())
+        if options.dtype == "auto":
+            self.say(f"dtype: {why}")
         self.checkpoint: Checkpoint = load_checkpoint(path, dtype)
         mean = self.checkpoint.trained_mean_depth
         self.depth = options.depth or round(mean or 1)
@@ -152,13 +156,14 @@ class Bench:
             "rule": str(self.rule),
             "full_depth": self.depth,
             "kv_policy": self.config.kv_policy,
+            "chunk": self.config.chunk,
             "attention": self.first.attention,
             "kv_bytes_per_token": self.first.cache.bytes_per_token,
             "batch": self.options.batch,
             "requests": len(self.jobs),
             "workload": str(self.lengths),
             "repeats": self.options.repeats,
-            "dtype": self.options.dtype,
+            "dtype": "bf16" if self.checkpoint.model.dtype == torch.bfloat16 else "fp32",
             "compiled": self.options.compile,
             "data": list(self.options.data),
         }

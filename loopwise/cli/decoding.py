@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -97,7 +97,9 @@ def _bench(name: str, what: str) -> None:
         judged: Annotated[
             int | None, typer.Option("--judged", help="Requests scored; default 64.")
         ] = None,
-        repeats: Annotated[int, typer.Option("--repeats")] = 5,
+        repeats: Annotated[
+            int, typer.Option("--repeats", help="In turns; the reference decoder runs once.")
+        ] = 5,
         rate: Annotated[
             float | None,
             typer.Option("--rate", help="serve: share of full-depth capacity; default 0.7."),
@@ -112,7 +114,10 @@ def _bench(name: str, what: str) -> None:
             float | None, typer.Option("--budget", help="exits: nats above full depth; 0.01.")
         ] = None,
         no_wall: Annotated[bool, typer.Option("--no-wall", help="exits: time nothing.")] = False,
-        dtype: Annotated[str, typer.Option("--dtype", help="fp32 or bf16.")] = "fp32",
+        dtype: Annotated[
+            Literal["fp32", "bf16", "auto"],
+            typer.Option("--dtype", help="auto: bf16 where the machine multiplies it natively."),
+        ] = "fp32",
         compile_: Annotated[bool, typer.Option("--compile", help="Compile the model.")] = False,
         seed: Annotated[int, typer.Option("--seed")] = 0,
         smoke: Annotated[bool, typer.Option("--smoke", help="Seconds: does it run.")] = False,

@@ -13,14 +13,22 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from loopwise.bench.baselines import generate_in_step, generate_padded
+from loopwise.bench.baselines import (
+    drive_padded,
+    drive_reference,
+    generate_in_step,
+    generate_padded,
+)
 from loopwise.bench.commands import COMMANDS, BenchOptions, keep_result, last_line
-from loopwise.bench.drive import drive, force
+from loopwise.bench.drive import drive, figures, force
+from loopwise.bench.quality import judge
 from loopwise.bench.workload import Job, Lengths, make_jobs
 from loopwise.cli import app
 from loopwise.data import Document, ReadOptions, ReadReport, read_documents
 from loopwise.engine import Engine, EngineConfig, SamplingParams
+from loopwise.engine.reference import ReferenceDecoder
 from loopwise.errors import ConfigError, DataError
+from loopwise.exits.rule import build_policy, parse_rule
 from loopwise.models.checkpoint import save_checkpoint
 from loopwise.tokenizer import BPETokenizer, ByteTokenizer
 from tests.conftest import make_model
@@ -109,6 +117,28 @@ def test_the_padded_loop_decodes_what_the_engine_decodes():
     assert generate_padded(found.model, of, 4, pad=256) == greedy(found, of)
 
 
+def test_a_padded_pass_counts_what_runs_for_padding_and_for_those_that_are_done():
+    found = engine()
+    of = [Job((1, 2, 3), (), 2), Job((4,), (), 5)]
+    passed = drive_padded(found.model, of, 4, 256, batch_size=2)
+    assert passed.new_tokens == 7
+    assert passed.row_steps == 4 * passed.fed == 4 * 2 * (3 + 5 - 1)
+    assert passed.slot_ticks == 4 * 2 * 5
+    assert len(passed.ttft_s) == 2
+    assert len(passed.gaps_s) == 1 + 4, "no gap before a token that nobody waits for"
+
+
+def test_the_reference_is_told_in_the_units_of_the_others():
+    found, rule = engine(exit="latent-change:0.5"), parse_rule("latent-change:0.5", 4)
+    (job,) = jobs(1)
+    decoder = ReferenceDecoder(found.model, rule, build_policy(rule, {}, found.model))
+    ours, theirs = drive(found, [job]), drive_reference(decoder, job)
+    assert (theirs.new_tokens, theirs.fed) == (ours.new_tokens, ours.fed)
+    assert theirs.row_steps == ours.row_steps
+    assert theirs.depths.tolist() == ours.depths.tolist()
+    assert len(theirs.gaps_s) == len(ours.gaps_s)
+
+
 def test_the_bare_loop_decodes_what_the_engine_decodes():
     of = [Job(j.prompt[:3], (), 5) for j in jobs(3)]
     assert generate_in_step(engine(), of, 4) == greedy(engine(), of)
@@ -133,6 +163,34 @@ def test_a_pass_counts_what_ran():
     assert found.mean_depth == 4.0
     assert len(found.ttft_s) == len(of)
     assert len(found.gaps_s) == found.new_tokens - len(of)
+
+
+def test_rows_that_wait_for_the_deepest_are_counted():
+    """Row-steps alone hide what lockstep wastes."""
+    of, rule = jobs(7), "latent-change:0.5"
+    usual = drive(engine(exit=rule, coda_delay=0), of)
+    lockstep = drive(engine(exit=rule, batching="lockstep"), of)
+    assert lockstep.row_steps == usual.row_steps
+    assert lockstep.slot_ticks > usual.slot_ticks
+    assert figures("lockstep", [lockstep])["slot_ticks"] == lockstep.slot_ticks
+
+
+def test_jobs_that_come_alone_do_not_wait_for_one_another():
+    of = [replace(job, new_tokens=1) for job in jobs(6)]
+    found = drive(engine(slots=1), of, alone=True)
+    assert found.ttft_s.sum() <= found.seconds
+    queued = drive(engine(slots=1), of)
+    assert queued.ttft_s.sum() > queued.seconds
+
+
+def test_agreement_is_of_what_both_would_choose():
+    found, of = engine(), jobs(6)
+    quality = judge(found, of, "latent-change:0.9", lambda text: None)
+    assert quality.agreement(quality.uniform[-1]) == 1.0
+    first = force(found, of, "fixed:1", argmax=True).argmax
+    full = force(found, of, "fixed:4", argmax=True).argmax
+    expected = sum(a == b for a, b in zip(first, full, strict=True)) / len(full)
+    assert quality.agreement(quality.uniform[0]) == expected < 1.0
 
 
 def test_arrivals_are_waited_for():
@@ -168,23 +226,89 @@ def test_every_benchmark_ends_in_one_json_object(checkpoint, command):
     assert found["full_depth"] == 4
 
 
-def test_decode_states_speed_with_the_quality_it_cost(checkpoint, tmp_path):
-    found = COMMANDS["decode"](checkpoint, OPTIONS, Console(quiet=True))
-    for key in ("speedup_vs_uniform", "speedup_vs_equal_quality", "percent_of_cap", "ttft_ratio"):
+SHARED = ("speedup_vs_uniform", "speedup_vs_equal_quality", "cap", "percent_of_cap", "ttft_ratio")
+
+
+@pytest.mark.parametrize("command", ["decode", "prefill", "serve"])
+def test_speed_is_told_with_the_quality_it_cost(checkpoint, command):
+    found = COMMANDS[command](checkpoint, OPTIONS, Console(quiet=True))
+    for key in SHARED:
         assert found[key] > 0
     assert 1 <= found["mean_depth"] <= 4
     assert 1 <= found["uniform_depth"] <= 4
     low, high = found["nll_delta_ci"]
     assert low <= found["nll_delta_nats"] <= high
-    assert found["batch"] == 3
-    names = [row["name"] for row in found["rows"]]
-    assert {"live exits", "uniform 4", "lockstep exits", "static 4", "padded loop"} <= set(names)
-    assert "reference" in names
-    live = next(row for row in found["rows"] if row["name"] == "live exits")
+    assert 0 <= found["argmax_agreement"] <= 1
+    assert found["batch"] == (1 if command == "prefill" else 3)
+    assert found["chunk"] == 128
+    assert found["dtype"] == "fp32"
+    rows = {row["name"]: row for row in found["rows"]}
+    assert {"live exits", "uniform 4"} <= set(rows)
+    live, full = rows["live exits"], rows["uniform 4"]
+    assert live["percent_of_cap"] == found["percent_of_cap"]
+    assert math.isclose(
+        live["percent_of_cap"], 100 * live["speedup_vs_uniform"] / live["cap"], rel_tol=1e-9
+    )
+    assert (full["speedup_vs_uniform"], full["cap"], full["nll_delta_nats"]) == (1.0, 1.0, 0.0)
+    for row in rows.values():
+        assert row["slot_ticks"] > 0
+        assert row["kv_bytes_per_token"] > 0
+    uniform = [r for n, r in rows.items() if n in ("uniform 1", "uniform 2", "uniform 3")]
+    for row in uniform:
+        curve = found["nll_by_uniform_depth"]
+        depth = int(row["mean_depth"])
+        assert math.isclose(row["nll_delta_nats"], curve[depth - 1] - curve[-1], abs_tol=1e-9)
+        assert row["kv_bytes_per_token"] < full["kv_bytes_per_token"]
+    assert uniform, "a depth below the full one is among them"
+
+
+def test_every_way_to_decode_is_a_row_with_what_belongs_to_it(checkpoint, tmp_path):
+    found = COMMANDS["decode"](checkpoint, OPTIONS, Console(quiet=True))
+    rows = {row["name"]: row for row in found["rows"]}
+    others = {"lockstep exits", "static 4", "padded loop", "reference"}
+    assert others <= set(rows)
+    live = rows["live exits"]
+    for name in ("lockstep exits", "reference"):
+        assert rows[name]["nll_delta_nats"] == live["nll_delta_nats"]
+    for name in ("static 4", "padded loop"):
+        assert (rows[name]["nll_delta_nats"], rows[name]["cap"]) == (0.0, 1.0)
+    repeats = {name: row["repeats"] for name, row in rows.items()}
+    assert repeats.pop("reference") == 1
+    assert set(repeats.values()) == {2}
     assert sum(map(sum, found["occupancy"])) == live["row_steps"], "a short pass is shown whole"
     keep_result(found, tmp_path)
     assert (tmp_path / "occupancy.png").stat().st_size > 1000
     assert "occupancy" not in last_line(found)
+
+
+def test_the_padded_loop_says_nothing_of_quality_under_a_policy_it_does_not_have(checkpoint):
+    found = COMMANDS["decode"](checkpoint, replace(OPTIONS, kv_policy="last"), Console(quiet=True))
+    rows = {row["name"]: row for row in found["rows"]}
+    assert rows["padded loop"]["nll_delta_nats"] is None
+    assert rows["padded loop"]["kv_bytes_per_token"] > rows["uniform 4"]["kv_bytes_per_token"]
+
+
+@pytest.mark.parametrize("command", ["decode", "prefill", "serve"])
+def test_the_rows_fit_80_columns(checkpoint, command):
+    out = io.StringIO()
+    found = COMMANDS[command](checkpoint, OPTIONS, Console(file=out, width=80))
+    head, _, after = out.getvalue().partition(f"{found['rule']}: ")
+    lines = head.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in head, "nothing is cut"
+    for row in found["rows"]:
+        assert sum(line.strip().startswith(f"{row['name']} ") for line in lines) == 1
+    assert "argmax as there" in after
+
+
+def test_dtype_auto_says_what_it_took(checkpoint, monkeypatch):
+    for native, name in ((True, "bf16"), (False, "fp32")):
+        monkeypatch.setattr("loopwise.train.machine.has_native_bf16", lambda device, n=native: n)
+        out = io.StringIO()
+        options = replace(OPTIONS, dtype="auto")
+        found = COMMANDS["overhead"](checkpoint, options, Console(file=out))
+        assert found["dtype"] == name
+        assert "dtype: " in out.getvalue()
 
 
 def test_exact_kv_costs_nothing_and_the_others_save_what_they_say(checkpoint):
