@@ -16,6 +16,7 @@ from loopwise.data import (
     ReadOptions,
     ReadReport,
     TokenBatch,
+    document_hash,
     read_documents,
     tokenize,
 )
@@ -30,7 +31,6 @@ from loopwise.measure.trace import Trace, TraceInfo, write_trace
 from loopwise.models.checkpoint import Checkpoint
 from loopwise.models.costs import flops_per_token
 from loopwise.study.measuring import block_length, fit_policy
-from loopwise.study.texts import document_hash
 from loopwise.tokenizer import Tokenizer
 
 _BATCH_BLOCKS = 8

@@ -11,19 +11,21 @@ import numpy as np
 
 from loopwise.calibrate.options import CalibrateOptions, Emit, progress, warning
 from loopwise.config import from_table, read_json_object
-from loopwise.data import Document, TokenStore, load_or_tokenize
+from loopwise.data import Document, TokenStore, document_hash, load_or_tokenize
+from loopwise.data.sketch import DocumentSketch
 from loopwise.errors import ConfigError, DataError, LoopwiseError, RunFolderError
 from loopwise.measure.calibrate import clip_for, units_needed
 from loopwise.measure.units import Span, Units, unit_spans
 from loopwise.models.checkpoint import Checkpoint
 from loopwise.settings import RunConfig, build_config
 from loopwise.study.measuring import block_length
-from loopwise.study.texts import Texts, cache_folder, document_hash, read_corpora, read_texts
+from loopwise.study.texts import Texts, cache_folder, read_corpora, read_texts
 
 _PROPOSING = 60  # units that thresholds are proposed on, at most, and at most a quarter of all
 _WATCHED = 24  # of them, whose convergence is watched beyond full depth
 _JUDGING = 3  # times the fewest units a guarantee needs are judged on, where there are so many
 _SEEN_SHARE = 0.1  # of the text that may be training text: left out; above it everything is refused
+_REMEDY = "give text it has not seen, or insist with --allow-training-data"
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,7 @@ def read_fresh_text(
         DataError: text that cannot be read, or that the model was trained on.
     """
     settings = _run_settings(checkpoint.path)
-    texts: Texts | None = None
-    if settings is not None and (sources is None or not options.allow_training_data):
-        texts = _run_text(settings, emit)
+    texts = None if settings is None or sources is not None else _run_text(settings, emit)
     if sources is not None:
         below = None if settings is None else {"data": settings.get("data", {})}
         corpora = read_corpora(list(sources), build_config(asked, base=below).data)
@@ -74,8 +74,9 @@ def read_fresh_text(
     documents = list({document_hash(d): d for d in given}.values())
     left_out = {"repeated": len(given) - len(documents)}
     if not options.allow_training_data:
-        _refuse_training_text(checkpoint, given)
-        documents, left_out["trained on"] = _not_trained_on(documents, texts)
+        kept = _not_trained_on(documents, checkpoint, texts, emit)
+        left_out["trained on"] = len(documents) - len(kept)
+        documents = kept
     fitted_on = set(checkpoint.exits.get("fitted_on", []))
     seen = frozenset(i for i, d in enumerate(documents) if document_hash(d) in fitted_on)
     left_out = {reason: n for reason, n in left_out.items() if n}
@@ -103,41 +104,46 @@ def _run_text(settings: dict[str, Any], emit: Emit) -> Texts | None:
         config = from_table(RunConfig, settings)
         texts = read_texts(config.data, config.seed)
     except LoopwiseError as err:
-        emit(warning(f"the training text is known by its hash alone; it cannot be read: {err}"))
+        emit(warning(f"the text of the run cannot be read: {err}"))
         return None
     emit(progress("reading the training text", 1, 1))
     return texts
 
 
-_REMEDY = "give text it has not seen, or insist with --allow-training-data"
+def _not_trained_on(
+    documents: list[Document], checkpoint: Checkpoint, texts: Texts | None, emit: Emit
+) -> list[Document]:
+    """Documents without those of the training, by the checkpoint's sketch of what it has seen.
 
-
-def _refuse_training_text(checkpoint: Checkpoint, given: list[Document]) -> None:
-    """Raises DataError where ``given`` is the training text as a whole, known by its hash."""
-    stored = checkpoint.training.get("data", {}).get("text_hash")
-    if stored is None:
-        return
-    store = load_or_tokenize(lambda: given, checkpoint.tokenizer, cache_folder())
-    if store.text_hash == stored:
-        raise DataError(f"this is the text the model was trained on; {_REMEDY}")
-
-
-def _not_trained_on(documents: list[Document], texts: Texts | None) -> tuple[list[Document], int]:
-    """Documents without those of the training, and how many those were.
-
+    Args:
+        texts: of the run, where they are read anyway; they know all that the run itself has seen,
+            which the sketch of many documents does not.
     Raises:
-        DataError: they are more than a few.
+        DataError: those are more than a few, or some are and which others nobody knows.
     """
-    if texts is None:
-        return documents, 0
-    seen = {document_hash(d) for d in texts.train}
-    kept = [d for d in documents if document_hash(d) not in seen]
+    own = set() if texts is None else {document_hash(d) for d in texts.train}
+    sketch, known = DocumentSketch.of_training(checkpoint.training), frozenset[str]()
+    if sketch is not None:
+        told, known = sketch.compare(documents)
+        found = len(known - own)
+        if found and not sketch.whole:
+            raise DataError(
+                f"the model was trained on {found} of the {told} among these {len(documents)} "
+                f"documents that can be told, so on about {found / told:.0%} of all; {_REMEDY}"
+            )
+    elif texts is None:
+        unknown = (
+            "this checkpoint does not say what it was trained on; that the text is new to it is "
+            "taken on trust"
+        )
+        emit(warning(unknown))
+    kept = [d for d in documents if document_hash(d) not in own | known]
     n = len(documents) - len(kept)
     if n > _SEEN_SHARE * len(documents):
         raise DataError(
             f"the model was trained on {n} of these {len(documents)} documents; {_REMEDY}"
         )
-    return kept, n
+    return kept
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Text on its way to the model: documents, the built-in corpus, files, and packed blocks."""
 
-from loopwise.data.documents import Document
+from loopwise.data.documents import Document, document_hash
 from loopwise.data.files import read_documents, split_held_out
 from loopwise.data.packing import PackedBlocks, TokenBatch, micro_batch_loader
 from loopwise.data.reading import ReadOptions, ReadReport
@@ -15,6 +15,7 @@ __all__ = [
     "ReadReport",
     "TokenBatch",
     "TokenStore",
+    "document_hash",
     "generate",
     "load_or_tokenize",
     "micro_batch_loader",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 
@@ -19,3 +20,8 @@ class Document:
     text: str
     hops: tuple[tuple[int, int, int], ...] = ()
     source: str = ""
+
+
+def document_hash(document: Document) -> str:
+    """What tells documents apart when a later reading must leave some out: 16 hex digits."""
+    return hashlib.sha256(document.text.encode("utf-8", errors="surrogatepass")).hexdigest()[:16]

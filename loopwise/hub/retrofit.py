@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from loopwise.data.sketch import TRAINED_ON
 from loopwise.errors import CheckpointError, ConfigError
 from loopwise.hub.chat import template_files, templates_in
 from loopwise.hub.formats.base import always
@@ -120,8 +121,8 @@ def retrofit(
     }
     if "converted_from" in checkpoint.training:  # so that texts begin as there, until it is trained
         facts["converted_from"] = checkpoint.training["converted_from"]
-    if "origin" in checkpoint.training:
-        facts["origin"] = checkpoint.training["origin"]
+    told = ("origin", TRAINED_ON)
+    facts |= {name: checkpoint.training[name] for name in told if name in checkpoint.training}
     files = template_files(templates_in(checkpoint.path))
     save_checkpoint(out, model, checkpoint.tokenizer, facts, state=state, files=files)
     kept = {i for of in taken.values() for i in of}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from loopwise.data import Document, PackedBlocks, TokenBatch, load_or_tokenize
+from loopwise.data import Document, PackedBlocks, TokenBatch, document_hash, load_or_tokenize
 from loopwise.data.files import how_to_cut
 from loopwise.errors import DataError
 from loopwise.exits import EXITS, needs_fitting
@@ -27,7 +27,7 @@ from loopwise.measure.scores import follows_from_columns
 from loopwise.measure.trace import Trace, TraceInfo, trace_batch, write_trace
 from loopwise.models.checkpoint import Checkpoint, write_exits
 from loopwise.settings import MeasureConfig
-from loopwise.study.texts import cache_folder, document_hash
+from loopwise.study.texts import cache_folder
 from loopwise.tokenizer import Tokenizer
 
 _FEW_PRODUCTS = 64  # over d_model; what a recorded score may take at every recurrence

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import re
 from collections.abc import Iterable, Sequence
@@ -67,11 +66,6 @@ def corpus_name(source: str, taken: Iterable[str]) -> str:
     base = re.sub(r"[^\w.-]+", "-", stem).strip("-.") or "corpus"
     names = itertools.chain([base], (f"{base}-{n}" for n in itertools.count(2)))
     return next(name for name in names if name not in taken)
-
-
-def document_hash(document: Document) -> str:
-    """What tells documents apart when a later measurement must leave some out."""
-    return hashlib.sha256(document.text.encode("utf-8", errors="surrogatepass")).hexdigest()[:16]
 
 
 def make_tokenizer(config: TokenizerConfig, train: list[Document]) -> Tokenizer:

@@ -11,6 +11,7 @@ import torch
 
 from loopwise.config import merge
 from loopwise.data import Document, PackedBlocks, TokenStore, load_or_tokenize
+from loopwise.data.sketch import TRAINED_ON, DocumentSketch
 from loopwise.errors import ConfigError
 from loopwise.hub.chat import template_files, templates_in
 from loopwise.models import MODELS
@@ -40,6 +41,7 @@ class Prepared:
     held_out: PackedBlocks
     corpora: dict[str, list[Document]]  # held-out documents by corpus
     info: dict[str, Any]  # hashes and counts, for training.json
+    sketch: DocumentSketch  # of the text to learn from
 
 
 def prepare(config: RunConfig, tokenizer_folder: Path | None = None) -> Prepared:
@@ -78,6 +80,7 @@ def prepare(config: RunConfig, tokenizer_folder: Path | None = None) -> Prepared
         held_out=PackedBlocks(held_out, seq, config.seed, shuffle=False, remedy=_shorter(held_out)),
         corpora=texts.held_out,
         info=info,
+        sketch=DocumentSketch.of(texts.train),
     )
 
 
@@ -199,7 +202,7 @@ def first_model(config: RunConfig, tokenizer: Tokenizer) -> Start:
         "started_from": {"checkpoint": config.start_from, "weights_hash": checkpoint.weights_hash}
     }
     # Not `converted_from`: texts begin as in the training that follows, no longer as at the source.
-    told = ("retrofitted_from", "origin")
+    told = ("retrofitted_from", "origin", TRAINED_ON)
     carried |= {name: checkpoint.training[name] for name in told if name in checkpoint.training}
     return Start(model.train(), carried, template_files(templates_in(checkpoint.path)))
 
@@ -240,6 +243,8 @@ def train_stage(
     emit({"event": "data", **prepared.info})
     torch.manual_seed(config.seed)
     start = first_model(config, tokenizer)
+    earlier = DocumentSketch.of_training(start.carried)
+    sketch = prepared.sketch if earlier is None else prepared.sketch | earlier
     trainer = Trainer(
         start.model,
         tokenizer,
@@ -251,7 +256,7 @@ def train_stage(
         seed=config.seed,
         folder=folder,
         data_info=prepared.info,
-        carried=start.carried,
+        carried={**start.carried, TRAINED_ON: sketch.to_json()},
         files=start.files,
         objective=config.objective,
         teacher=_teacher(config.objective, tokenizer, prepared.device),

@@ -18,7 +18,7 @@ from loopwise.bench.commands import COMMANDS, BenchOptions, keep_result
 from loopwise.bench.compare import ORACLES, Comparison, oracle_curves, ranking
 from loopwise.bench.samples import deal, fresh_documents, trace_samples, with_fits
 from loopwise.cli import app
-from loopwise.data import generate
+from loopwise.data import document_hash, generate
 from loopwise.errors import ConfigError, DataError
 from loopwise.exits import EXITS
 from loopwise.exits.rule import parse_rule
@@ -27,7 +27,6 @@ from loopwise.measure.crossing import best_points
 from loopwise.measure.frontier import depth_at_budget, uniform_points
 from loopwise.models.checkpoint import load_checkpoint, save_checkpoint
 from loopwise.report.exits import exits_table, summary_lines
-from loopwise.study.texts import document_hash
 from loopwise.tokenizer import ByteTokenizer
 from tests.conftest import make_model
 

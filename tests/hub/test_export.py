@@ -9,6 +9,8 @@ import torch
 from typer.testing import CliRunner
 
 from loopwise.cli import app
+from loopwise.data import Document
+from loopwise.data.sketch import TRAINED_ON, DocumentSketch
 from loopwise.errors import CheckpointError
 from loopwise.hub.export import export_checkpoint
 from loopwise.models.checkpoint import load_checkpoint, save_checkpoint, write_exits
@@ -26,6 +28,7 @@ def run(request, tmp_path: Path) -> Path:
         "depth": {"true_mean": 4.0},
         "data": {"sources": sources, "tokens": 9},
         "started_from": {"checkpoint": "/home/somebody/runs/x", "weights_hash": "0"},
+        TRAINED_ON: DocumentSketch.of([Document("a story")]).to_json(),
     }
     model = make_model(tie_embeddings=request.param)
     save_checkpoint(tmp_path / "run", model, ByteTokenizer(), training, trainer=trainer)
@@ -41,6 +44,7 @@ def test_float32_keeps_weights_training_and_rules_and_drops_the_trainer(run, tmp
     assert not (tmp_path / "out" / "trainer").exists()
     assert after.trained_mean_depth == 4.0
     assert after.training["exported_from"] == before.weights_hash
+    assert after.training[TRAINED_ON] == before.training[TRAINED_ON]
     sources = after.training["data"]["sources"]
     assert sources == ["a.txt.xz", "builtin:stories", "hub:owner/name"]
     assert "somebody" not in (tmp_path / "out" / "training.json").read_text()

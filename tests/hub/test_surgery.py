@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from loopwise.data import Document
+from loopwise.data.sketch import TRAINED_ON, DocumentSketch
 from loopwise.engine import Engine, EngineConfig
 from loopwise.engine.request import SamplingParams
 from loopwise.errors import CheckpointError, ConfigError
@@ -245,3 +247,11 @@ def test_the_result_trains_with_random_depth(tmp_path: Path) -> None:
     moved = after.model.state_dict()["adapter.weight"] - before.model.state_dict()["adapter.weight"]
     assert moved[:, :24].abs().max() > 0, "the latent's half learns"
     assert moved.abs().max() < 0.1, "it went on from the weights given"
+
+
+def test_which_documents_the_source_was_trained_on_stays_known(tmp_path: Path) -> None:
+    source, told = source_of(tmp_path), DocumentSketch.of([Document("a story")]).to_json()
+    facts = json.loads((source / "training.json").read_text())
+    (source / "training.json").write_text(json.dumps({**facts, TRAINED_ON: told}))
+    retrofit(source, tmp_path / "out", PARTS)
+    assert load_checkpoint(tmp_path / "out").training[TRAINED_ON] == told

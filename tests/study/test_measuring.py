@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from loopwise.data import Document, TokenBatch, generate
+from loopwise.data import Document, TokenBatch, document_hash, generate
 from loopwise.data.packing import NO_TARGET
 from loopwise.errors import DataError, RunFolderError
 from loopwise.measure.trace import Trace
@@ -22,7 +22,6 @@ from loopwise.models.fixed import FixedConfig, FixedModel
 from loopwise.settings import MeasureConfig
 from loopwise.study import measuring
 from loopwise.study.measuring import fit_stage, measure_stage
-from loopwise.study.texts import document_hash
 from loopwise.tokenizer import ByteTokenizer
 from tests.conftest import make_model
 

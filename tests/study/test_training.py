@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from loopwise.config import from_table
+from loopwise.data import Document
+from loopwise.data.sketch import TRAINED_ON, DocumentSketch
 from loopwise.hub.chat import templates_in
 from loopwise.models.checkpoint import load_checkpoint, save_checkpoint
+from loopwise.settings import RunConfig
+from loopwise.study.training import prepare
 from loopwise.tokenizer import ByteTokenizer
 from tests.conftest import make_model
 from tests.test_cli import answer, refused, run, sets
@@ -71,6 +78,30 @@ def test_what_it_was_made_of_and_its_chat_templates_go_along(tmp_path: Path) -> 
         assert "converted_from" not in facts, "its texts begin as its training documents did"
     older = tmp_path / "run" / "checkpoints" / "step-0000002"
     assert templates_in(older), "every checkpoint has them"
+
+
+def test_documents_of_all_its_training_are_known(tmp_path: Path) -> None:
+    """Those of the source and those of the run; a resumed run tells the same."""
+    source = [Document(f"an older story {i}") for i in range(20)]
+    start = tmp_path / "start"
+    training = {TRAINED_ON: DocumentSketch.of(source).to_json()}
+    save_checkpoint(start, make_model(), ByteTokenizer(), training)
+    made = answer(train(tmp_path / "run", "--from", start))
+    sketch = DocumentSketch.of_training(load_checkpoint(Path(made["checkpoint"])).training)
+    assert sketch is not None
+    assert len(sketch.compare(source)[1]) == 20
+    own = prepare(from_table(RunConfig, settings_of(tmp_path / "run"))).sketch
+    assert sketch.to_json() == (DocumentSketch.of(source) | own).to_json() != own.to_json()
+    checkpoints = tmp_path / "run" / "checkpoints"
+    shutil.rmtree(checkpoints / "step-0000004")
+    (checkpoints / "latest").write_text("step-0000002\n")
+    answer(train(tmp_path / "run", "--from", start, "--resume"))
+    after = load_checkpoint(tmp_path / "run").training
+    assert after["step"] == 4 and after[TRAINED_ON] == sketch.to_json()
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())["settings"]
 
 
 def test_resuming_it_equals_not_having_stopped(start: Path, tmp_path: Path) -> None:
