@@ -16,7 +16,8 @@ PACKAGE = Path(loopwise.__file__).parent
 ORDER = """
 __main__
 cli
-calibrate bench
+calibrate
+bench
 study harness generate display
 settings
 server
@@ -26,7 +27,7 @@ measure
 models exits
 data
 config tokenizer
-byte_level
+byte_level special_ids
 registry writing
 errors
 """

@@ -49,8 +49,7 @@ def calibrate_command(
     split = divide(text, checkpoint, options, sequences=len(rules) + 1)
     run = Calibration(checkpoint, options, full, split, emit)
     convergence = run.watch()
-    if not convergence["converges"] and not options.force:
-        rules = []
+    rules = trusted_rules(rules, convergence, options, emit)
     run.fit_missing(rules)
     tiers = make_tiers(run, run.judge(rules), convergence, text)
     if run.checkpoint is not checkpoint:  # with rules fitted on the way
@@ -97,6 +96,37 @@ def choose_rules(
             continue
         rules.append(rule)
     return rules
+
+
+def trusted_rules(
+    rules: list[ExitRule], convergence: Event, options: CalibrateOptions, emit: Emit
+) -> list[ExitRule]:
+    """The rules that may compete on such a model; a warning where that takes one."""
+    watching = [rule.policy for rule in rules if EXITS[rule.policy].watches_movement]
+    if not watching or (convergence["converges"] and convergence["settled"]):
+        return rules
+    evidence, named = "; ".join(convergence["evidence"]), ", ".join(watching)
+    if convergence["converges"]:
+        text = (
+            f"this model converges, but not by the full depth asked for ({evidence}): exit rules "
+            f"that watch it settle ({named}) compete, and may find little that does; a larger "
+            "--depth gives them more to watch"
+        )
+        emit(warning(text))
+        return rules
+    end = (
+        "they are offered because --force insists"
+        if options.force
+        else f"{named} left out; --force insists on them"
+    )
+    text = (
+        f"this model does not converge ({evidence}), so exit rules that watch it settle are not "
+        f"to be trusted: {end}"
+    )
+    emit(warning(text))
+    if options.force:
+        return rules
+    return [rule for rule in rules if rule.policy not in watching]
 
 
 def _full_depth(checkpoint: Checkpoint, options: CalibrateOptions) -> int:

@@ -29,7 +29,8 @@ class CalibrateOptions:
         units: judged, at most; by default three times the fewest.
         unit: what is drawn independently: ``document``, or ``block`` where documents are few and
             their parts as good as unrelated.
-        force: offer exit rules on a model that does not converge.
+        force: offer exit rules that watch a model settle though it does not converge.
+        wall: time the finalists of each tier; else charged compute alone decides.
         allow_training_data: take the text even if it was trained on.
     """
 
@@ -44,6 +45,7 @@ class CalibrateOptions:
     unit: UnitKind = "document"
     seed: int = 0
     force: bool = False
+    wall: bool = True
     allow_training_data: bool = False
 
     def __post_init__(self) -> None:

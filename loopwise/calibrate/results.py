@@ -3,46 +3,77 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import replace
 
 from loopwise.calibrate.options import Event
 from loopwise.calibrate.running import Calibration
 from loopwise.calibrate.texts import FreshText
+from loopwise.calibrate.timing import race
 from loopwise.errors import ExitError
+from loopwise.exits.rule import ExitRule
 from loopwise.measure.calibrate import Choice, Judged, Verdict, choose, p_value, upper_bound
 from loopwise.measure.tiers import tier_names
 
-KV_POLICY = "per-loop"  # what live exits in parallel compute
+# What live exits in parallel compute. Approximate policies cannot be judged in parallel, and under
+# them full depth itself loses something, so a budget above it would promise little.
+KV_POLICY = "per-loop"
 
 
 def make_tiers(
     run: Calibration, verdicts: dict[str, Verdict], convergence: Event, text: FreshText
 ) -> dict[str, Event]:
-    """What is stored for each budget.
+    """What is stored for each budget, the smallest first; finalists are timed on the way.
 
     Raises:
         ExitError: nothing cheaper than full depth meets a budget.
     """
     options = run.options
-    names = tier_names(options.budgets, options.names)
-    unmet = [b for b in run.budgets if choose(verdicts, b).cheaper is None]
+    names = dict(zip(options.budgets, tier_names(options.budgets, options.names), strict=True))
+    choices = {budget: choose(verdicts, budget) for budget in run.budgets}
+    unmet = [b for b, choice in choices.items() if _recommended(choice).charged_flops >= run.cost]
     if unmet:
         raise ExitError(_unmet(run, verdicts, unmet))
+    races = _races(run, choices, text) if options.wall else {}
     return {
-        name: _tier(run, verdicts, budget, convergence, text)
-        for name, budget in sorted(zip(names, options.budgets, strict=True), key=lambda x: x[1])
+        names[b]: _tier(run, verdicts, b, choice, races.get(b), convergence, text)
+        for b, choice in choices.items()
     }
+
+
+def _recommended(choice: Choice) -> Judged:
+    assert choice.cheaper is not None, "full depth keeps every budget"
+    return choice.cheaper
+
+
+def _races(
+    run: Calibration, choices: Mapping[float, Choice], text: FreshText
+) -> dict[float, Event]:
+    """Of each budget that an exit rule keeps; the same two are timed once."""
+    known: dict[tuple[ExitRule, ExitRule], Event] = {}
+    races = {}
+    for budget, choice in choices.items():
+        if choice.rule is None or choice.uniform is None:
+            continue
+        pair = choice.rule.rule, choice.uniform.rule
+        if pair not in known:
+            known[pair] = race(run, text, *pair)
+        races[budget] = known[pair]
+    return races
 
 
 def _tier(
     run: Calibration,
     verdicts: dict[str, Verdict],
     budget: float,
+    choice: Choice,
+    wall: Event | None,
     convergence: Event,
     text: FreshText,
 ) -> Event:
-    choice = choose(verdicts, budget)
-    chosen, uniform = choice.cheaper, choice.uniform
-    assert chosen is not None, "an unmet budget is an error before this"
+    choice = replace(choice, speedup=None if wall is None else wall["speedup"])
+    chosen, uniform = _recommended(choice), choice.uniform
+    assert uniform is not None, "full depth keeps every budget"
     candidates = {name: v.cheapest(budget) for name, v in verdicts.items() if name != "fixed"}
     split, options = run.split, run.options
     return {
@@ -58,8 +89,10 @@ def _tier(
         "kv_policy": KV_POLICY,
         "convergence": convergence,
         "says": _says(run.full, choice, offered=bool(candidates)),
+        "decided_by": "wall clock" if choice.by_wall_clock else "charged compute",
+        "wall": wall,
         **_figures(run, chosen, budget),
-        "uniform": None if uniform is None else _short(run, uniform, budget),
+        "uniform": _short(run, uniform, budget),
         "candidates": {
             name: None if j is None else _short(run, j, budget) for name, j in candidates.items()
         },
@@ -109,29 +142,28 @@ def _says(full: int, choice: Choice, offered: bool) -> str:
     Args:
         offered: exit rules competed.
     """
-
-    def cost(j: Judged) -> str:
-        live = j.figures["live"]
-        return f"{live['charged_share']:.0%} of the compute of depth {full}"
-
     rule, uniform = choice.rule, choice.uniform
+    assert uniform is not None, "full depth keeps every budget"
+    share = f"{uniform.figures['live']['charged_share']:.0%} of the compute of depth {full}"
+    plain = f"uniform depth {uniform.rule.max_depth} ({share})"
     if rule is None:
-        assert uniform is not None, "an unmet budget is an error before this"
         why = "no exit rule keeps the budget" if offered else "exit rules are not offered"
-        return f"uniform depth {uniform.rule.max_depth} ({cost(uniform)}); {why}"
+        return f"{plain}; {why}"
     live = rule.figures["live"]
-    exits = f"{rule.rule} (mean depth {live['mean_depth']:.2f}, {cost(rule)})"
-    if uniform is None:
-        return f"{exits}; no uniform depth below {full} keeps the budget"
-    plain = f"uniform depth {uniform.rule.max_depth} ({cost(uniform)})"
+    exits = (
+        f"{rule.rule} (mean depth {live['mean_depth']:.2f}, {live['charged_share']:.0%}, "
+        f"allocation gain {live['allocation_gain']:.2f})"
+    )
     if choice.cheaper is uniform:
-        return f"{plain} keeps the budget at no more cost than {exits}: uniform is recommended"
-    return f"{exits} costs less than {plain}: the exit rule is recommended"
+        how = "is faster than" if choice.by_wall_clock else "keeps the budget at no more cost than"
+        return f"{plain} {how} {exits}: uniform is recommended"
+    how = "is faster than" if choice.by_wall_clock else "costs less than"
+    return f"{exits} {how} {plain}: the exit rule is recommended"
 
 
 def _unmet(run: Calibration, verdicts: dict[str, Verdict], unmet: list[float]) -> str:
     split = run.split
-    tried = [j for v in verdicts.values() for j in v.tried]
+    tried = [j for v in verdicts.values() for j in v.tried if j.charged_flops < run.cost]
     bounds = [(upper_bound(j.excess, split.level, split.clip), j) for j in tried]
     bound, closest = min(bounds, key=lambda x: (x[0], float(x[1].excess.mean())))
     said = f"nothing below {split.clip:g}" if math.isinf(bound) else f"at most {bound:.2g}"
@@ -147,9 +179,11 @@ def _unmet(run: Calibration, verdicts: dict[str, Verdict], unmet: list[float]) -
 
 
 def summary_lines(found: Event) -> list[str]:
-    """What the command prints: one line for the model, two for each tier."""
+    """What the command prints: one line for the model, three for each tier."""
     convergence = found["convergence"]
     word = "converges" if convergence["converges"] else "does not converge"
+    if convergence["converges"] and not convergence["settled"]:
+        word = "converges, but not by full depth"
     lines = [f"model {word}: {'; '.join(convergence['evidence'])}"]
     for name, tier in found["tiers"].items():
         risk, guarantee = tier["risk"], tier["guarantee"]
@@ -160,8 +194,22 @@ def summary_lines(found: Event) -> list[str]:
             f"({risk['low']:.4f} to {risk['high']:.4f}), guaranteed {risk['upper_bound']:.4f}, on "
             f"{guarantee['units']} {guarantee['unit']}s of up to {guarantee['unit_tokens']} tokens"
             + _clipped(risk, guarantee),
+            f"  {_decided(tier)}",
         ]
     return [*lines, f"stored in {found['exits']}"]
+
+
+def _decided(tier: Event) -> str:
+    """Which measure decided, and what wall clock says of exit rule and uniform depth."""
+    wall, by = tier["wall"], f"decided by {tier['decided_by']}"
+    if wall is None:
+        return f"{by}; nothing was timed"
+    rate, times = wall["tokens_per_s"], wall["speedup"]
+    return (
+        f"{by}: {rate['exit_rule']['median']:.0f} tokens/s by exit rule, "
+        f"{rate['uniform']['median']:.0f} by uniform depth, ratio {times['median']:.2f} "
+        f"({times['low']:.2f} to {times['high']:.2f} over {wall['repeats']} repeats)"
+    )
 
 
 def _clipped(risk: Event, guarantee: Event) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopwise.calibrate.options import CalibrateOptions, Emit, Event, progress, warning
+from loopwise.calibrate.options import CalibrateOptions, Emit, Event, progress
 from loopwise.calibrate.texts import Split
 from loopwise.errors import DivergenceError
 from loopwise.exits import needs_fitting
@@ -24,7 +24,7 @@ from loopwise.measure.calibrate import (
     propose_thresholds,
     unit_means,
 )
-from loopwise.measure.frontier import FREE, replay
+from loopwise.measure.frontier import FREE, equal_depth, replay
 from loopwise.measure.live import run_live
 from loopwise.measure.price import Checks, live_checks, replayed_checks
 from loopwise.measure.statistics import mean_with_interval
@@ -64,6 +64,7 @@ class Calibration:
         self.split, self.emit = split, emit
         self.model = checkpoint.model
         self.costs = flops_per_token(self.model, context=split.unit_tokens // 2)
+        self.cost = self.costs.forward(full)  # FLOPs of a token at full depth
         self.budgets = sorted(options.budgets)
 
     def watch(self) -> Event:
@@ -78,19 +79,7 @@ class Calibration:
         except DivergenceError as err:
             diverged = str(err).split(":")[0]
             seen = self._trace(self.split.watched, self.full, columns, stage)
-        found = judge_convergence(seen["change"], seen["kl_prev"], self.full, diverged)
-        if not found["converges"]:
-            end = (
-                "they are offered because --force insists"
-                if self.options.force
-                else "only uniform depth is offered; --force insists on them"
-            )
-            text = (
-                f"this model does not converge ({'; '.join(found['evidence'])}), so exit rules "
-                f"that watch it settle are not to be trusted: {end}"
-            )
-            self.emit(warning(text))
-        return found
+        return judge_convergence(seen["change"], seen["kl_prev"], self.full, diverged)
 
     def fit_missing(self, rules: list[ExitRule]) -> None:
         """Fit the rules that need it on the units that propose, if none was fitted before.
@@ -154,8 +143,8 @@ class Calibration:
         return trace_units(self.model, units, depth, columns, policies, report)
 
     def _uniform(self, full: Columns) -> Iterator[Judged]:
-        """Uniform depths from deep to shallow; full depth is its own yardstick."""
-        for depth in range(self.full - 1, 0, -1):
+        """Uniform depths from full depth, which loses nothing and keeps every budget, to 1."""
+        for depth in range(self.full, 0, -1):
             rule = ExitRule(policy="fixed", max_depth=depth)
             ran = Exits(
                 np.full(len(full["loss"]), depth),
@@ -204,12 +193,16 @@ class Calibration:
         excess = unit_means(lost, self.split.judging.unit)
         depth = float(exits.depth.mean())
         flops = exits.checks.flops(self.costs, depth)
+        nats = exits.loss.mean(dtype=np.float64, keepdims=True)
+        equal = float(equal_depth(nats, full["loss"].mean(axis=0, dtype=np.float64)[None])[0])
         return {
             "mean_depth": depth,
             "p95_depth": float(np.quantile(exits.depth, 0.95)),
             "excess_nats": mean_with_interval(excess, np.arange(len(excess))),
             "token_excess_nats": float(lost.mean()),
             "argmax_agreement": float((exits.argmax == full["argmax"][:, -1]).mean()),
+            "equal_uniform_depth": equal,
+            "allocation_gain": equal / depth,
             "charged_flops": flops,
-            "charged_share": flops / self.costs.forward(self.full),
+            "charged_share": flops / self.cost,
         }

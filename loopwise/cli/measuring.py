@@ -141,6 +141,9 @@ def calibrate(
     force: Annotated[
         bool, typer.Option("--force", help="Offer exit rules on a model that does not converge.")
     ] = False,
+    no_wall: Annotated[
+        bool, typer.Option("--no-wall", help="Time nothing; charged compute decides.")
+    ] = False,
     allow_training_data: Annotated[
         bool, typer.Option("--allow-training-data", help="Take text that was trained on.")
     ] = False,
@@ -149,7 +152,11 @@ def calibrate(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Find the cheapest exit rule, or uniform depth, that keeps a budget; stored as tiers."""
+    """Find the cheapest exit rule, or uniform depth, that keeps a budget; stored as tiers.
+
+    Budgets are kept under the per-loop KV policy, which a parallel pass computes exactly. Other
+    policies lose more, even at full depth, so nothing is promised under them; generate says so.
+    """
     with command(as_json, debug) as (display, answer):
         from loopwise.calibrate.commands import calibrate_command
         from loopwise.calibrate.options import CalibrateOptions
@@ -167,6 +174,7 @@ def calibrate(
             units=units,
             seed=seed,
             force=force,
+            wall=not no_wall,
             allow_training_data=allow_training_data,
         )
         asked = settings_table(None, config, set_, None, None, None)

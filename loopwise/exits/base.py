@@ -154,6 +154,8 @@ class ExitPolicy:
         published_patience: consecutive hits its source asks for.
         needs_fitting: its state is fitted to text and stored with the checkpoint.
         needs_weights: it is made of the model's weights.
+        watches_movement: it takes what no longer moves for settled, so it means nothing on a model
+            that does not converge.
     """
 
     name: ClassVar[str]
@@ -162,6 +164,7 @@ class ExitPolicy:
     published_patience: ClassVar[int] = 1
     needs_fitting: ClassVar[bool] = False
     needs_weights: ClassVar[bool] = False
+    watches_movement: ClassVar[bool] = True
 
     @classmethod
     def build(cls, state: Mapping[str, Any] | None, weights: Weights | None) -> ExitPolicy:

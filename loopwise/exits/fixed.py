@@ -12,6 +12,7 @@ class FixedDepth(ExitPolicy):
 
     name = "fixed"
     reads = Reads.NOTHING
+    watches_movement = False
 
     def score(self, observation: Observation, memory: Tensor) -> tuple[Tensor, Tensor]:
         rows = observation.latent.shape[0]

@@ -33,6 +33,7 @@ class Gate(ExitPolicy):
     reads = Reads.LATENT
     products = 1
     needs_weights = True
+    watches_movement = False
 
     @classmethod
     def build(cls, state: Mapping[str, Any] | None, weights: Weights | None) -> Gate:

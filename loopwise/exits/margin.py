@@ -18,6 +18,7 @@ class Margin(ExitPolicy):
 
     name = "margin"
     reads = Reads.LOGITS
+    watches_movement = False
 
     def score(self, observation: Observation, memory: Tensor) -> tuple[Tensor, Tensor]:
         """1 - (p1 - p2), the two largest probabilities, in [0, 1]: ``(rows,)`` float32.

@@ -17,6 +17,7 @@ class Oracle(ExitPolicy):
 
     name = "oracle"
     reads = Reads.TRUTH
+    watches_movement = False
 
     def score(self, observation: Observation, memory: Tensor) -> tuple[Tensor, Tensor]:
         raise ExitError(

@@ -34,6 +34,7 @@ class Probe(ExitPolicy):
     reads = Reads.LATENT
     products = 1
     needs_fitting = True
+    watches_movement = False
 
     @classmethod
     def build(cls, state: Mapping[str, Any] | None, weights: Weights | None) -> Probe:

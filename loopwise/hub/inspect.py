@@ -149,7 +149,7 @@ def contraction_report(
         except DivergenceError:
             return {"trusted": False, "sentence": f"{_NO}: {diverged}."}
     found = judge_convergence(seen["change"].numpy(), seen["kl_prev"].numpy(), judged, diverged)
-    trusted = found["converges"]
+    trusted = found["converges"] and found["settled"]
     sentence = f"{_YES if trusted else _NO}: {'; '.join(found['evidence'])}."
     return {"trusted": trusted, "sentence": sentence, **found}
 

@@ -46,7 +46,7 @@ _FINE = 100  # thresholds that candidates are picked from
 _DIGITS = 4  # of a threshold; people read and type them
 
 MOVING_SHARE = 0.2  # of tokens still moving at the horizon; above it exits are not trusted
-UNSETTLED_KL = 0.01  # nats to the previous output at full depth, median; above it neither
+UNSETTLED_KL = 0.01  # nats to the previous output at full depth, median; above it depth is shallow
 FLOOR = 1e-4  # a median relative change at or below it is rounding: the latent has arrived
 
 Floats = NDArray[np.float64]
@@ -58,6 +58,14 @@ def clip_for(budgets: Iterable[float]) -> float:
     One for all of them, so that what passes at one budget passes at every larger one.
     """
     return max(CLIP_NATS, CLIP_BUDGETS * max(budgets))
+
+
+def level_of_each(confidence: float, sequences: int) -> float:
+    """Error allowed to each of the sequences of candidates that are tested side by side.
+
+    Together they err with a chance of at most ``1 - confidence`` (Bonferroni).
+    """
+    return (1 - confidence) / sequences
 
 
 def p_value(excess: NDArray[Any], budget: float, clip: float) -> float:
@@ -196,14 +204,25 @@ def judge_sequence(
 class Choice:
     """The best exit rule and the best uniform depth within a budget; None where none is.
 
-    ``cheaper`` is what costs less in charged compute, uniform depth where they cost the same.
+    Attributes:
+        speedup: of the rule over uniform depth in wall clock, ``low`` and ``high`` of the repeats;
+            None: not timed.
     """
 
     rule: Judged | None
     uniform: Judged | None
+    speedup: Mapping[str, float] | None = None
+
+    @property
+    def by_wall_clock(self) -> bool:
+        """Whether one of the two was faster in every repeat."""
+        return self.speedup is not None and not self.speedup["low"] <= 1 <= self.speedup["high"]
 
     @property
     def cheaper(self) -> Judged | None:
+        """What was faster every time; else what costs less in charged compute, or is uniform."""
+        if self.speedup is not None and self.by_wall_clock:
+            return self.rule if self.speedup["low"] > 1 else self.uniform
         found = [j for j in (self.uniform, self.rule) if j is not None]
         return min(found, key=lambda j: j.charged_flops) if found else None
 
@@ -275,13 +294,18 @@ def judge_convergence(
 ) -> dict[str, Any]:
     """Whether the loop settles, so that exits which watch it settle can be trusted.
 
+    Two questions: whether it converges at all, and whether it has by full depth. A loop that
+    converges but is cut short leaves such exits little to see, yet what they see means what it
+    should.
+
     Args:
         change: relative latent change, ``(tokens, horizon)``.
         kl: KL(p_r || p_{r-1}) in nats, ``(tokens, horizon)``; +inf at recurrence 1.
         full_depth: recurrences that budgets are counted from.
         diverged: why a longer horizon could not be run.
     Returns:
-        ``converges``; ``evidence`` for people, one clause per finding, and what it rests on.
+        ``converges``; ``settled`` by full depth; ``evidence`` for people, one clause per finding
+        (what speaks against either, or all where nothing does), and what it rests on.
     """
     measured = contraction(change, floor=FLOOR)
     rate, moving = measured["rate"], measured["moving_share"]
@@ -289,24 +313,24 @@ def judge_convergence(
     unsettled = float(np.median(kl[:, full_depth - 1]))
     horizon = change.shape[1]
     contracts = measured["converges"] or (arrived and not rate >= 1)
-    checks = [
+    converges = [
         (contracts, _rate_clause(rate, horizon)),
         (
             moving <= MOVING_SHARE,
             f"{moving:.0%} of tokens still move more than {MOVING_CHANGE:.0%} at recurrence "
             f"{horizon}",
         ),
-        (
-            unsettled <= UNSETTLED_KL,
-            f"the median token's output still moves by {unsettled:.2g} nats at depth {full_depth}",
-        ),
     ]
     if diverged is not None:
-        checks.append((False, diverged))
+        converges.append((False, diverged))
+    settled = unsettled <= UNSETTLED_KL
+    clause = f"the median token's output still moves by {unsettled:.2g} nats at depth {full_depth}"
+    checks = [*converges, (settled, clause)]
     good = all(fine for fine, _ in checks)
     return {
-        "converges": good,
-        "evidence": [clause for fine, clause in checks if good or not fine],
+        "converges": all(fine for fine, _ in converges),
+        "settled": settled,
+        "evidence": [said for fine, said in checks if good or not fine],
         "rate": None if math.isnan(rate) else rate,
         "moving_share": moving,
         "kl_at_full_depth": unsettled,

@@ -5,16 +5,25 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import Result
+from numpy.typing import NDArray
 from typer.testing import CliRunner
 
+from loopwise.calibrate.running import Calibration
+from loopwise.calibrate.texts import _part
 from loopwise.cli import app
 from loopwise.data import generate
-from loopwise.exits.rule import parse_rule
+from loopwise.exits.fixed import FixedDepth
+from loopwise.exits.rule import ExitRule, parse_rule
+from loopwise.measure.calibrate import Verdict, unit_means
+from loopwise.measure.live import LiveResult, run_live
+from loopwise.measure.units import Span, trace_units
 
 TINY = [
     "tokenizer.kind=byte",
@@ -100,7 +109,8 @@ def exits_of(folder: Path) -> dict[str, Any]:
 
 
 def calibrate(folder: Path, text: Path, *more: str | Path) -> Result:
-    return run("calibrate", folder, "--data", text, *more, "--json")
+    """Decided by charged compute: fast, and the same every time."""
+    return run("calibrate", folder, "--data", text, *more, "--no-wall", "--json")
 
 
 def test_tiers_from_end_to_end(a_run, fresh):
@@ -132,6 +142,137 @@ def test_tiers_from_end_to_end(a_run, fresh):
     assert lines[0].startswith("model ") and "converge" in lines[0]
     for name in ("high", "balanced", "fast"):
         assert [line for line in lines if line.startswith(f"{name}: ") and "uniform" in line]
+
+
+# What each tier rests on: live exits, uniform depth as it is, documents nothing was fitted on.
+
+
+def shift_live(monkeypatch: pytest.MonkeyPatch, nats: float) -> None:
+    """Live exits lose ``nats`` more than they do; replayed ones what they did."""
+
+    def worse(*args: Any) -> LiveResult:
+        found = run_live(*args)
+        return replace(found, loss=found.loss + nats)
+
+    monkeypatch.setattr("loopwise.calibrate.running.run_live", worse)
+
+
+def shift_uniform(monkeypatch: pytest.MonkeyPatch, nats: float) -> None:
+    """Every depth short of full loses ``nats`` more than it does."""
+
+    def worse(*args: Any) -> dict[str, Any]:
+        seen = trace_units(*args)
+        if "loss" in seen:
+            seen["loss"][:, :-1] += nats
+        return seen
+
+    monkeypatch.setattr("loopwise.calibrate.running.trace_units", worse)
+
+
+def test_the_excess_is_that_of_live_exits(a_run, fresh, monkeypatch):
+    def margin() -> dict[str, Any]:
+        made = answer(calibrate(a_run, fresh, "--budget", "5", "--rules", "margin", "--force"))
+        return made["tiers"]["balanced"]["candidates"]["margin"]
+
+    before = margin()
+    shift_live(monkeypatch, 0.1)
+    after = margin()
+    assert after["rule"] == before["rule"]
+    assert after["risk"]["mean"] == pytest.approx(before["risk"]["mean"] + 0.1, abs=1e-5)
+    assert after["risk"]["upper_bound"] > before["risk"]["upper_bound"] + 0.05
+    assert after["replayed"] == before["replayed"]
+    mean = after["live"]["mean_depth"]
+    assert after["live"]["allocation_gain"] == after["live"]["equal_uniform_depth"] / mean
+    assert after["live"]["allocation_gain"] <= before["live"]["allocation_gain"]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_uniform_depth_loses_what_it_loses(a_run, fresh, monkeypatch, depth):
+    """Held against an evaluation of the same units at that depth and at full depth."""
+    seen: list[Calibration] = []
+
+    def kept(self: Calibration, rules: list[ExitRule]) -> dict[str, Verdict]:
+        seen.append(self)
+        return judge(self, rules)
+
+    judge = Calibration.judge
+    monkeypatch.setattr(Calibration, "judge", kept)
+    answer(calibrate(a_run, fresh, "--budget", "5", *CHEAP))
+    (one,) = seen
+    tried = {j.rule.max_depth: j for j in judge(one, [])["fixed"].tried}
+    nats = [losses(one, d) for d in (depth, 4)]
+    wanted = unit_means(nats[0] - nats[1], one.split.judging.unit)
+    assert np.allclose(tried[depth].excess, wanted, atol=1e-5)
+    assert np.abs(wanted).max() > 1e-4, "or every depth would do"
+    live = tried[depth].figures["live"]
+    assert live["mean_depth"] == depth >= live["equal_uniform_depth"] >= 1
+
+
+def losses(one: Calibration, depth: int) -> NDArray[Any]:
+    """Nats of each token of the judging units at a uniform depth, by a pass of its own."""
+    rule = ExitRule(policy="fixed", max_depth=depth)
+    return run_live(one.model, one.split.judging.batches, rule, FixedDepth()).loss.numpy()
+
+
+@pytest.mark.parametrize("seen", [0, 3, 30])
+def test_documents_that_rules_were_fitted_on_judge_nothing(seen):
+    """However many they are: those that do not propose are not used at all."""
+    spans = [[Span(document, 0, 9)] for document in range(40)]
+    proposing, judging = _part(spans, seen)
+    assert [s.document for s in proposing] == list(range(10)), "a quarter, from the first on"
+    assert [s.document for s in judging] == list(range(max(10, seen), 40))
+
+
+# Wall clock.
+
+
+def test_finalists_are_timed_and_what_is_faster_every_time_is_taken(a_run, fresh, monkeypatch):
+    """Wall clock is made up: the model here is too small to tell anything apart."""
+
+    def seconds(rule: float, uniform: list[float]) -> None:
+        def timed(runs: Any, repeats: int) -> dict[str, list[float]]:
+            assert list(runs) == ["exit_rule", "uniform"]
+            return {"exit_rule": [rule] * 3, "uniform": uniform}
+
+        monkeypatch.setattr("loopwise.calibrate.timing.interleaved", timed)
+
+    def tier() -> tuple[dict[str, Any], str]:
+        command = ("calibrate", a_run, "--data", fresh, "--budget", "5", "--force", *CHEAP)
+        result = run(*command, "--json")
+        return answer(result)["tiers"]["balanced"], result.stdout
+
+    seconds(1.0, [2.0, 1.5, 1.2])
+    found, said = tier()
+    assert found["policy"] in ("latent-change", "kl"), "though depth 1 costs less compute"
+    assert found["decided_by"] == "wall clock"
+    assert found["wall"]["speedup"] == {"median": 1.5, "low": 1.2, "high": 2.0}
+    assert found["wall"]["rules"] == {"exit_rule": found["rule"], "uniform": "fixed:1"}
+    assert found["wall"]["tokens_per_s"]["exit_rule"]["median"] > 0
+    assert "is faster than uniform depth 1" in found["says"]
+    assert "decided by wall clock: " in said and "ratio 1.50 (1.20 to 2.00 over 5 repeats)" in said
+    seconds(1.0, [2.0, 1.5, 0.9])
+    found, said = tier()
+    assert (found["rule"], found["decided_by"]) == ("fixed:1", "charged compute")
+    assert "decided by charged compute: " in said and "ratio 1.50 (0.90 to 2.00" in said
+    seconds(2.0, [1.0, 1.1, 1.2])
+    found, _ = tier()
+    assert (found["rule"], found["decided_by"]) == ("fixed:1", "wall clock")
+    assert "uniform depth 1" in found["says"] and "is faster than" in found["says"]
+
+
+def test_engines_are_really_timed(a_run, fresh):
+    command = ("calibrate", a_run, "--data", fresh, "--budget", "5", "--force", *CHEAP, "--json")
+    wall = answer(run(*command))["tiers"]["balanced"]["wall"]
+    assert wall["repeats"] == 5 and wall["threads"] >= 1
+    for rate in wall["tokens_per_s"].values():
+        assert 0 < rate["low"] <= rate["median"] <= rate["high"]
+
+
+def test_nothing_is_timed_where_that_is_asked(a_run, fresh):
+    result = calibrate(a_run, fresh, "--budget", "5", "--force", *CHEAP)
+    tier = answer(result)["tiers"]["balanced"]
+    assert tier["wall"] is None and tier["decided_by"] == "charged compute"
+    assert "decided by charged compute; nothing was timed" in result.stdout
 
 
 def test_where_depth_does_not_matter_uniform_depth_wins_and_it_is_said(a_run, fresh):
@@ -194,7 +335,8 @@ def test_a_fit_that_leads_to_no_tier_is_not_stored(a_run, fresh):
 
 def test_a_model_that_does_not_converge_is_offered_uniform_depth_alone(a_run, fresh, monkeypatch):
     def never(change: Any, kl: Any, full: int, diverged: str | None) -> dict[str, Any]:
-        return {"converges": False, "evidence": ["steps grow by a factor of 1.10"], "rate": 1.1}
+        evidence = ["steps grow by a factor of 1.10"]
+        return {"converges": False, "settled": False, "evidence": evidence, "rate": 1.1}
 
     monkeypatch.setattr("loopwise.calibrate.running.judge_convergence", never)
     result = calibrate(a_run, fresh, "--budget", "5", *CHEAP)
@@ -206,6 +348,28 @@ def test_a_model_that_does_not_converge_is_offered_uniform_depth_alone(a_run, fr
     forced = calibrate(a_run, fresh, "--budget", "5", "--force", *CHEAP)
     assert set(answer(forced)["tiers"]["balanced"]["candidates"]) == {"latent-change", "kl"}
     assert "--force insists" in forced.stderr
+    # A rule that looks at one recurrence alone says what it says on any model.
+    some = calibrate(a_run, fresh, "--budget", "5", "--rules", "margin,kl")
+    assert set(answer(some)["tiers"]["balanced"]["candidates"]) == {"margin"}
+    assert "kl left out" in some.stderr
+    alone = calibrate(a_run, fresh, "--budget", "5", "--rules", "margin")
+    assert set(answer(alone)["tiers"]["balanced"]["candidates"]) == {"margin"}
+    assert "left out" not in alone.stderr
+
+
+def test_a_full_depth_too_shallow_to_settle_in_is_a_warning(a_run, fresh, monkeypatch):
+    """Told apart from a model that does not converge: the rules are offered."""
+    clause = "the median token's output still moves by 0.018 nats at depth 4"
+
+    def shallow(change: Any, kl: Any, full: int, diverged: str | None) -> dict[str, Any]:
+        return {"converges": True, "settled": False, "evidence": [clause], "rate": 0.54}
+
+    monkeypatch.setattr("loopwise.calibrate.running.judge_convergence", shallow)
+    result = calibrate(a_run, fresh, "--budget", "5", *CHEAP)
+    assert set(answer(result)["tiers"]["balanced"]["candidates"]) == {"latent-change", "kl"}
+    assert f"converges, but not by the full depth asked for ({clause})" in result.stderr
+    assert "does not converge" not in result.output
+    assert f"model converges, but not by full depth: {clause}" in result.stdout
 
 
 def test_parts_of_documents_can_be_the_unit(a_run, tmp_path):
@@ -265,14 +429,15 @@ def test_training_text_is_known_wherever_the_checkpoint_has_gone(a_run, tmp_path
 # What cannot be.
 
 
-def test_a_budget_that_nothing_meets_names_the_closest_and_stores_nothing(a_run, fresh):
-    """The bound of 90 documents cannot come that low, whatever the model does."""
-    result = calibrate(a_run, fresh, "--budget", "0.004", "--confidence", "0.5", *CHEAP)
-    if result.exit_code == 0:
-        (tier,) = answer(result)["tiers"].values()
-        assert tier["risk"]["upper_bound"] <= 0.004
-        return
-    refused(result, "nothing cheaper than depth 4", "the closest is", "nats measured")
+def test_a_budget_that_nothing_meets_names_the_closest_and_stores_nothing(
+    a_run, fresh, monkeypatch
+):
+    """A model whose output each recurrence moves by half a nat, whatever it was trained to."""
+    shift_uniform(monkeypatch, 0.5)
+    shift_live(monkeypatch, 0.5)
+    result = calibrate(a_run, fresh, "--budget", "0.1", "--confidence", "0.5", "--force", *CHEAP)
+    parts = "nothing cheaper than depth 4 keeps a budget of 0.1 nats", "the closest is", "measured"
+    refused(result, *parts, "guaranteed")
     assert not list((a_run / "checkpoints").glob("*/exits.json"))
 
 

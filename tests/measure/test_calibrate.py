@@ -15,12 +15,14 @@ from numpy.typing import NDArray
 from loopwise.exits.rule import ExitRule
 from loopwise.measure.calibrate import (
     CLIP_NATS,
+    Choice,
     Judged,
     Verdict,
     choose,
     clip_for,
     judge_convergence,
     judge_sequence,
+    level_of_each,
     p_value,
     propose_thresholds,
     unit_means,
@@ -169,6 +171,23 @@ def test_uniform_depth_competes_by_charged_compute(rule, uniform, wanted):
     assert choice.rule.charged_flops == rule
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "wanted", "by_wall_clock"),
+    [
+        (1.1, 1.3, "kl", True),
+        (0.7, 0.9, "fixed", True),
+        (0.9, 1.3, "fixed", False),
+        (1.0, 1.3, "fixed", False),
+    ],
+)
+def test_wall_clock_decides_where_it_tells_the_two_apart(low, high, wanted, by_wall_clock):
+    """Else charged compute does, of which uniform depth takes less here."""
+    speedup = {"low": low, "median": (low + high) / 2, "high": high}
+    choice = Choice(judged([0.0], 2.0), judged([0.0], 1.0, "fixed"), speedup)
+    assert choice.by_wall_clock is by_wall_clock
+    assert choice.cheaper.rule.policy == wanted
+
+
 def accepted(*candidates: Judged) -> Verdict:
     return Verdict({BUDGET: list(candidates)}, list(candidates))
 
@@ -236,7 +255,7 @@ def calibrated(
     confidence: float,
 ) -> list[ExitRule]:
     """The rule recommended at each budget; full depth where nothing is."""
-    level, clip = (1 - confidence) / (len(thresholds) + 1), clip_for(budgets)
+    level, clip = level_of_each(confidence, len(thresholds) + 1), clip_for(budgets)
 
     def run(rules: list[ExitRule]) -> Iterator[Judged]:
         for rule in rules:
@@ -277,6 +296,20 @@ def test_over_200_resplits_the_budget_fails_no_more_often_than_promised():
     slack = 3 * math.sqrt(allowed * (1 - allowed) / runs)
     assert (failures / runs <= allowed + slack).all(), failures
     assert depths[1] < depths[0] < DEPTH - 0.5, "a guarantee that saves nothing is none"
+
+
+def test_rules_tested_side_by_side_share_the_error():
+    """Twenty rules just past the budget: any that passes breaks the promise."""
+    rng, rules, confidence, runs = np.random.default_rng(0), 20, 0.5, 100
+    shared = level_of_each(confidence, rules)
+    least = []
+    for _ in range(runs):
+        tried = [AT_THE_BUDGET["normal"](rng, 60) + 1e-6 for _ in range(rules)]
+        least.append(min(p_value(excess, BUDGET, CLIP) for excess in tried))
+    allowed = 1 - confidence
+    slack = 3 * math.sqrt(allowed * (1 - allowed) / runs)
+    assert np.mean(np.array(least) <= shared) <= allowed + slack
+    assert np.mean(np.array(least) <= allowed) > allowed + slack, "or there is nothing to share"
 
 
 def test_taking_the_sample_mean_for_the_risk_would_fail_far_more_often():
@@ -374,14 +407,22 @@ def test_a_model_that_arrives_at_once_converges():
     [
         (steps(1.0), "steps grow by a factor of 1.00"),
         (np.vstack([steps(0.5, 30), steps(1.0, 20)]), "40% of tokens still move more than 1%"),
-        (steps(0.95), "still moves by 0.12 nats at depth 8"),
+        (np.vstack([steps(0.5, 30), steps(0.95, 20)]), "40% of tokens still move more than 1%"),
     ],
-    ids=["no contraction", "some tokens cycle", "unsettled at full depth"],
+    ids=["no contraction", "some tokens cycle", "some tokens dawdle"],
 )
 def test_evidence_against_convergence_is_named(change, word):
     found = judge_convergence(change, kl_of(change), full_depth=8)
     assert not found["converges"]
     assert any(word in clause for clause in found["evidence"]), found["evidence"]
+
+
+def test_full_depth_before_a_contracting_model_settles_is_another_matter():
+    change = steps(0.5)
+    shallow = judge_convergence(change, kl_of(change), full_depth=3)
+    assert shallow["converges"] and not shallow["settled"]
+    assert shallow["evidence"] == ["the median token's output still moves by 0.016 nats at depth 3"]
+    assert judge_convergence(change, kl_of(change), full_depth=4)["settled"]
 
 
 def test_a_model_that_diverges_does_not_converge():
