@@ -16,9 +16,10 @@ from loopwise.bench.quality import Quality, judge
 from loopwise.bench.workload import Lengths, make_jobs
 from loopwise.data import ReadOptions, ReadReport, read_documents
 from loopwise.engine import Engine, EngineConfig
+from loopwise.engine.runner import Calls
 from loopwise.errors import ConfigError
-from loopwise.measure.tiers import named_rule
-from loopwise.models.checkpoint import Checkpoint, load_checkpoint
+from loopwise.measure.tiers import named_rule, why_not_promised
+from loopwise.models.checkpoint import Checkpoint, load_checkpoint, why_extrapolated
 from loopwise.train.machine import DtypeName, pick_dtype
 
 
@@ -117,17 +118,25 @@ class Bench:
             prefix_cache=False,
             compile="on" if options.compile else "off",
         )
-        self.first = Engine.from_checkpoint(self.checkpoint, self.config)
+        self.first = self._engine(self.config)
+        self.warnings: list[str] = []
+        self.warn(why_extrapolated(self.checkpoint.training, self.depth))
+        self.warn(why_not_promised(self.checkpoint, options.exit, options.kv_policy))
 
     def engine(self, **changes: Any) -> Engine:
         """Another engine of the same weights; compiled functions are shared."""
-        return Engine(
-            self.checkpoint.model,
-            self.checkpoint.tokenizer,
-            replace(self.config, **changes),
-            self.checkpoint.fitted_policies(),
-            self.first.runner.calls,
-        )
+        return self._engine(replace(self.config, **changes), self.first.runner.calls)
+
+    def _engine(self, config: EngineConfig, calls: Calls | None = None) -> Engine:
+        """Not told of tiers and training: what it would warn of is said once, for all engines."""
+        fitted, model = self.checkpoint.fitted_policies(), self.checkpoint.model
+        return Engine(model, self.checkpoint.tokenizer, config, fitted, calls)
+
+    def warn(self, text: str | None) -> None:
+        """Say what makes the results doubtful, and keep it with them."""
+        if text is not None:
+            self.warnings.append(text)
+            self.say(f"warning: {text}")
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -166,4 +175,5 @@ class Bench:
             "dtype": "bf16" if self.checkpoint.model.dtype == torch.bfloat16 else "fp32",
             "compiled": self.options.compile,
             "data": list(self.options.data),
+            "warnings": self.warnings,
         }

@@ -301,6 +301,18 @@ def test_the_rows_fit_80_columns(checkpoint, command):
     assert "argmax as there" in after
 
 
+def test_depths_past_training_are_warned_of_once(tmp_path, caplog):
+    training = {"seq": 32, "depth": {"true_mean": 3.0, "p99": 3}}
+    save_checkpoint(tmp_path / "model", make_model(injection="add"), ByteTokenizer(), training)
+    for depth, said in ((4, 1), (3, 0)):
+        out = io.StringIO()
+        options = replace(OPTIONS, depth=depth)
+        found = COMMANDS["prefill"](tmp_path / "model", options, Console(file=out))
+        assert out.getvalue().count("4 recurrences are past training") == said
+        assert len(found["warnings"]) == said
+    assert not caplog.records, "engines do not say it again"
+
+
 def test_dtype_auto_says_what_it_took(checkpoint, monkeypatch):
     for native, name in ((True, "bf16"), (False, "fp32")):
         monkeypatch.setattr("loopwise.train.machine.has_native_bf16", lambda device, n=native: n)
