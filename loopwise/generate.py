@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
-from loopwise.engine import Engine, EngineConfig, Generation, Request
+from loopwise.engine import Completion, Engine, EngineConfig, Generation, Request
 from loopwise.engine.request import SamplingParams
-from loopwise.errors import ConfigError, DataError, EngineError, RunFolderError
+from loopwise.errors import ConfigError, DataError, EngineError, RunFolderError, telling_which
 from loopwise.exits.rule import ExitRule, parse_rule
-from loopwise.measure.tiers import named_rule, why_not_promised
+from loopwise.measure.tiers import named_rule
 from loopwise.models.checkpoint import Checkpoint, load_checkpoint
 from loopwise.tokenizer import Tokenizer
 from loopwise.writing import append_line
@@ -35,6 +36,10 @@ class GenerateOptions:
         prompts: a file of prompts, one per line, or JSON lines with ``prompt``.
         out: JSON lines, one per prompt, written as they finish.
         resume: keep what ``out`` holds already.
+        slots: prompts in flight at once.
+        max_seq: tokens of a prompt and its answer; None: the engine's default, within what the
+            model has learned.
+        chunk: prompt tokens that enter the core together; None: the engine's default.
     """
 
     depth: int | None = None
@@ -44,6 +49,8 @@ class GenerateOptions:
     out: Path | None = None
     resume: bool = False
     slots: int = 32
+    max_seq: int | None = None
+    chunk: int | None = None
 
 
 def generate_command(
@@ -52,59 +59,71 @@ def generate_command(
     params: SamplingParams,
     options: GenerateOptions,
     console: Console,
+    told: Callable[[int, int], None],
 ) -> dict[str, Any]:
-    """Decode one prompt and print it, or a file of prompts into another file."""
+    """Decode one prompt and print it, or a file of prompts into another file.
+
+    Args:
+        told: how many prompts of a file are finished, and how many there are.
+    """
     if (prompt is None) == (options.prompts is None):
         raise ConfigError("give a prompt, or --prompts FILE, one of the two")
     if (options.out is None) != (options.prompts is None):
         raise ConfigError("--prompts and --out go together: answers of a file go to a file")
     checkpoint = load_checkpoint(path)
     rule = choose_rule(checkpoint, options.depth, options.exit)
-    longest = EngineConfig().max_seq
-    learned = checkpoint.model.geometry.max_positions
+    usual, learned = EngineConfig(), checkpoint.model.geometry.max_positions
+    longest = usual.max_seq if learned is None else min(usual.max_seq, learned)
     engine = Engine.from_checkpoint(
         checkpoint,
         EngineConfig(
-            exit=str(rule),
+            exit=options.exit or str(rule),
             max_depth=rule.max_depth,
             kv_policy=options.kv_policy,
             slots=1 if prompt is not None else options.slots,
-            max_seq=longest if learned is None else min(longest, learned),
+            max_seq=longest if options.max_seq is None else options.max_seq,
+            chunk=usual.chunk if options.chunk is None else options.chunk,
         ),
     )
-    trained = checkpoint.trained_max_depth
-    if trained is not None and rule.max_depth > trained:
-        console.print(
-            f"warning: {rule.max_depth} recurrences is past what training drew (up to {trained})"
-        )
-    unsure = why_not_promised(checkpoint, options.exit, options.kv_policy)
-    if unsure is not None:
-        console.print(f"warning: {unsure}")
-    if prompt is not None:
-        return _one(engine, prompt, params, console)
+    stats = engine.stats()
     settings = {
         "weights": checkpoint.weights_hash,
         "rule": str(engine.default_rule),
         "kv_policy": engine.kv_policy.name,
-        "params": {**asdict(params), "logit_bias": dict(params.logit_bias)},
+        "chunk": stats["chunk"],
+        "max_seq": engine.config.max_seq,
+        "end_ids": stats["end_ids"],
     }
-    return _many(engine, options, settings, params, console)
+    if prompt is not None:
+        return {**settings, **_one(engine, prompt, params, console)}
+    return _many(engine, options, settings, params, told)
 
 
 def _one(engine: Engine, prompt: str, params: SamplingParams, console: Console) -> dict[str, Any]:
-    answer = engine.generate([prompt], params)[0]
+    request = engine.submit(prompt, params)
+    (ended,) = engine.as_completed([request])
+    answer = ended.generation()
     if answer.error is not None:
         raise answer.error
-    made = answer.completions[0]
-    ids = [*answer.prompt_ids, *made.token_ids]
-    rule = engine.default_rule
-    fed = [*(d or 0 for d in answer.prompt_exit_depths), *made.exit_depths[1:]]
-    # A token has the colour of the row that predicted it; the first was given.
-    console.print(coloured(engine.tokenizer, ids, [fed[0], *fed], rule.max_depth))
+    rule, given = engine.default_rule, [d or 0 for d in answer.prompt_exit_depths]
+    depths = list(given)
+    for made in answer.completions:
+        if params.n > 1:
+            console.print(f"choice {made.index}, {made.finish_reason}:", highlight=False)
+        ids = [*answer.prompt_ids, *made.token_ids]
+        # A token has the colour of the row that predicted it; the first was given.
+        shown = [given[0], *given, *made.exit_depths[1:]]
+        console.print(coloured(engine.tokenizer, ids, shown, rule.max_depth))
+        if params.logprobs is not None:
+            console.print(likelihoods(engine.tokenizer, made))
+        depths += made.exit_depths[1:]
     console.print(legend(rule.max_depth))
-    mean = sum(fed) / len(fed)
-    console.print(f"rule {rule}; mean depth {mean:.2f} over {len(fed)} tokens", highlight=False)
-    return {**_record(0, prompt, answer), "rule": str(rule), "mean_depth": mean}
+    mean = sum(depths) / len(depths)
+    seed = f"; seed {answer.seed}" if params.temperature > 0 else ""
+    console.print(
+        f"rule {rule}; mean depth {mean:.2f} over {len(depths)} tokens{seed}", highlight=False
+    )
+    return {**_record(0, prompt, answer, params), "mean_depth": mean}
 
 
 def _many(
@@ -112,55 +131,66 @@ def _many(
     options: GenerateOptions,
     settings: dict[str, Any],
     params: SamplingParams,
-    console: Console,
+    told: Callable[[int, int], None],
 ) -> dict[str, Any]:
     source, out = options.prompts, options.out
     assert source is not None and out is not None, "checked by the caller"
-    prompts = list(read_prompts(source))
-    head = json.dumps({"settings": settings})
-    done = _done(out, options.resume, prompts, head)
-    running: dict[Request, int] = {
-        engine.submit(prompt, params): i for i, prompt in enumerate(prompts) if i not in done
-    }
-    if not out.exists():  # after all prompts have been taken
+    lines = list(read_prompts(source))
+    prompts = [prompt for _, prompt in lines]
+    earlier = _earlier(out, options.resume)
+    if params.seed is None and earlier is not None:
+        params = replace(params, seed=earlier.settings["params"]["seed"])
+    params = params.seeded()  # one for the file, so that it can be made again
+    asked = {**asdict(params), "logit_bias": dict(params.logit_bias)}
+    head = json.dumps({"settings": {**settings, "params": asked}})
+    done = set() if earlier is None else _checked(earlier, out, prompts, json.loads(head))
+    running: dict[Request, int] = {}
+    for index, (number, prompt) in enumerate(lines):
+        if index not in done:
+            with telling_which(f"line {number} of {str(source)!r}"):
+                running[engine.submit(prompt, params)] = index
+    if earlier is None:  # after all prompts have been taken
         append_line(out, head)
     tokens, failed = 0, []
-    while running:
-        engine.step()
-        for request in [r for r in running if r.finished]:
-            index = running.pop(request)
-            answer = request.generation()
-            if answer.error is not None:  # no line: --resume tries it again
-                failed.append(f"prompt {index}: {answer.error}")
-                continue
-            tokens += sum(len(c.token_ids) for c in answer.completions)
-            record = _record(index, prompts[index], answer)
-            append_line(out, json.dumps(record, ensure_ascii=False))
-            console.print(f"{len(prompts) - len(running)}/{len(prompts)} prompts", highlight=False)
+    for finished, request in enumerate(engine.as_completed(running), len(done) + 1):
+        index, answer = running[request], request.generation()
+        told(finished, len(prompts))
+        if answer.error is not None:  # no line: --resume tries it again
+            failed.append(f"prompt {index}: {answer.error}")
+            continue
+        tokens += sum(len(c.token_ids) for c in answer.completions)
+        record = _record(index, prompts[index], answer, params)
+        append_line(out, json.dumps(record, ensure_ascii=False))
     if failed:
         raise EngineError(
             f"{len(failed)} of {len(prompts)} prompts failed, the others are in {str(out)!r}; "
             f"--resume tries them again ({failed[0]})"
         )
-    return {"out": str(out), "prompts": len(prompts), "kept": len(done), "tokens": tokens}
+    counts = {"prompts": len(prompts), "kept": len(done), "tokens": tokens}
+    return {"out": str(out), **counts, "seed": params.seed}
 
 
-def _record(index: int, prompt: str, answer: Generation) -> dict[str, Any]:
-    first = answer.completions[0]
-    return {
-        "index": index,
-        "prompt": prompt,
-        "text": first.text,
-        "token_ids": list(first.token_ids),
-        "exit_depths": list(first.exit_depths),
-        "finish_reason": first.finish_reason,
-        "choices": [c.text for c in answer.completions],
-    }
+def _record(index: int, prompt: str, answer: Generation, params: SamplingParams) -> dict[str, Any]:
+    """One answer as plain values: its first choice, and where there are more, each of them."""
+
+    def choice(made: Completion) -> dict[str, Any]:
+        plain = asdict(made)
+        names = ["text", "token_ids", "exit_depths", "finish_reason"]
+        return {k: plain[k] for k in names + ["logprobs", "top_logprobs"] * asks}
+
+    asks = params.logprobs is not None
+    record = {"index": index, "prompt": prompt, "seed": answer.seed}
+    record |= choice(answer.completions[0])
+    if params.n > 1:
+        record["choices"] = [choice(c) for c in answer.completions]
+    return record
 
 
-def read_prompts(path: Path) -> Iterator[str]:
+def read_prompts(path: Path) -> Iterator[tuple[int, str]]:
     """Prompts of a text file, one per line, or of JSON lines with a ``prompt`` field.
 
+    Returns:
+        The line each stands on, from 1, and its text.
     Raises:
         DataError: a file that is missing or empty, or a line without a prompt.
     """
@@ -173,7 +203,7 @@ def read_prompts(path: Path) -> Iterator[str]:
         raise DataError(f"{str(path)!r} holds no prompt; write one per line")
     for number, line in found:
         if path.suffix != ".jsonl":
-            yield line
+            yield number, line
             continue
         try:
             prompt = json.loads(line)["prompt"]
@@ -183,42 +213,67 @@ def read_prompts(path: Path) -> Iterator[str]:
             ) from None
         if not isinstance(prompt, str):
             raise DataError(f"line {number} of {str(path)!r}: 'prompt' is not text")
-        yield prompt
+        yield number, prompt
 
 
-def _done(out: Path, resume: bool, prompts: list[str], head: str) -> set[int]:
-    """Indices of the prompts that ``out`` answers already; a line cut short is taken off.
+@dataclass(frozen=True, slots=True)
+class _Earlier:
+    """What an earlier run left: its settings, the prompts it answered, its whole lines in bytes."""
 
-    Args:
-        head: the first line, with the settings.
+    settings: dict[str, Any]
+    answered: dict[int, str]
+    size: int
+
+
+_HEAD = b'{"settings": {'
+
+
+def _earlier(out: Path, resume: bool) -> _Earlier | None:
+    """What there is to go on with; a file without its first line whole holds nothing.
+
     Raises:
-        RunFolderError: it holds something else, or was made with other settings.
+        RunFolderError: it holds something else, or is not to be gone on with.
     """
     if not out.exists():
-        return set()
+        return None
     if not resume:
         raise RunFolderError(f"{str(out)!r} exists already; add --resume or choose another name")
     whole = out.read_bytes()
-    if f"{head}\n".encode().startswith(whole):  # killed before the first answer
+    if b"\n" not in whole and whole[: len(_HEAD)] == _HEAD[: len(whole)]:  # killed at its start
         out.unlink()
-        return set()
+        return None
     kept = whole[: whole.rfind(b"\n") + 1]
     try:
         first, *rest = [json.loads(line) for line in kept.decode("utf-8").split("\n")[:-1]]
         answered = {int(r["index"]): r["prompt"] for r in rest}
-        before = first["settings"]
+        settings = first["settings"]
+        settings["params"]["seed"]
     except (ValueError, KeyError, TypeError):
         raise RunFolderError(
             f"{str(out)!r} holds no answers of loopwise generate; choose another name"
         ) from None
-    if before != json.loads(head)["settings"]:
-        raise RunFolderError(f"{str(out)!r} was made with other settings; choose another name")
-    if any(i >= len(prompts) or prompts[i] != p for i, p in answered.items()):
+    return _Earlier(settings, answered, len(kept))
+
+
+def _checked(earlier: _Earlier, out: Path, prompts: list[str], head: dict[str, Any]) -> set[int]:
+    """Indices of the prompts that ``out`` answers already; a line cut short is taken off.
+
+    Args:
+        head: the first line that this run would write.
+    Raises:
+        RunFolderError: it was made with other settings or of other prompts.
+    """
+    if earlier.settings != head["settings"]:
+        changed = [k for k, v in head["settings"].items() if earlier.settings.get(k) != v]
+        raise RunFolderError(
+            f"{str(out)!r} was made with other settings ({', '.join(changed)}); choose another name"
+        )
+    if any(i >= len(prompts) or prompts[i] != p for i, p in earlier.answered.items()):
         raise RunFolderError(f"{str(out)!r} answers other prompts; choose another name")
-    if len(kept) < len(whole):
+    if out.stat().st_size > earlier.size:
         with out.open("r+b") as file:
-            file.truncate(len(kept))
-    return set(answered)
+            file.truncate(earlier.size)
+    return set(earlier.answered)
 
 
 def choose_rule(checkpoint: Checkpoint, depth: int | None, exit_rule: str | None) -> ExitRule:
@@ -251,6 +306,21 @@ def coloured(tokenizer: Tokenizer, ids: list[int], depths: list[int], deepest: i
             waiting = []
     out.append(tokenizer.decode(waiting).translate(_SHOWN))
     return out
+
+
+def likelihoods(tokenizer: Tokenizer, made: Completion) -> Table:
+    """Each token of a choice that asked for log-probabilities, and the best in its place."""
+
+    def spelt(token_id: int) -> str:
+        return repr(tokenizer.decode([token_id], special=True))
+
+    table = Table("token", "depth", "logprob (nats)", "likeliest", box=None, highlight=False)
+    rows = zip(made.token_ids, made.exit_depths, made.logprobs, made.top_logprobs, strict=True)
+    for token_id, depth, logprob, top in rows:
+        best = "  ".join(f"{spelt(i)} {value:.3f}" for i, value in top)
+        cells = (spelt(token_id), str(depth), f"{logprob:.3f}", best)
+        table.add_row(*map(Text, cells))
+    return table
 
 
 def legend(deepest: int) -> Text:

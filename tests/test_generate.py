@@ -16,7 +16,8 @@ from loopwise.cli import app
 from loopwise.engine import Engine, EngineConfig
 from loopwise.engine.request import SamplingParams
 from loopwise.generate import coloured
-from loopwise.models.checkpoint import save_checkpoint
+from loopwise.measure.tiers import write_tiers
+from loopwise.models.checkpoint import load_checkpoint, save_checkpoint
 from loopwise.tokenizer import ByteTokenizer
 from tests.conftest import make_model
 
@@ -123,13 +124,133 @@ def test_separators_of_other_alphabets_end_no_line(checkpoint, tmp_path):
 
 @pytest.mark.parametrize(
     "changes",
-    ["--seed 1", "--temperature 0.5", "--max-tokens 7", "--depth 3", "--kv last", "--stop x"],
+    [
+        *("--seed 1", "--temperature 0.5", "--max-tokens 7", "--depth 3", "--kv last", "--stop x"),
+        *("--chunk 16", "--max-seq 512", "--n 2", "--stop-id 5", "--ignore-eos", "--logprobs 0"),
+    ],
 )
 def test_resuming_with_other_settings_is_refused(checkpoint, prompts, changes):
     generate(checkpoint, prompts)
     before = (prompts.parent / "out.jsonl").read_bytes()
     refused(generate(checkpoint, prompts, "--resume", *changes.split()), "made with other settings")
     assert (prompts.parent / "out.jsonl").read_bytes() == before
+
+
+def test_a_file_drawn_without_a_seed_says_it_and_goes_on_with_it(checkpoint, prompts):
+    """Every run without a seed was the same one."""
+    out, warm = prompts.parent / "out.jsonl", ["--temperature", "1", "--ignore-eos"]
+    seeds = []
+    for _ in range(2):
+        out.unlink(missing_ok=True)
+        assert generate(checkpoint, prompts, *warm).exit_code == 0
+        seeds.append(answers(prompts)[0]["settings"]["params"]["seed"])
+    wanted = answers(prompts)
+    assert seeds[0] != seeds[1]
+    assert {record["seed"] for record in wanted[1].values()} == {seeds[1]}
+    whole = out.read_bytes()
+    for cut in (whole.index(b"\n") + 1, len(whole) - 9):
+        out.write_bytes(whole[:cut])
+        assert generate(checkpoint, prompts, *warm, "--resume").exit_code == 0
+        assert answers(prompts) == wanted, f"killed at byte {cut}"
+    out.write_bytes(whole[:cut])
+    assert generate(checkpoint, prompts, *warm, "--resume", f"--seed={seeds[1]}").exit_code == 0
+    assert answers(prompts) == wanted
+    refused(generate(checkpoint, prompts, *warm, "--resume", "--seed=1"), "other settings (params)")
+    out.write_bytes(whole[:300])  # in the middle of the settings: nothing is lost, so start anew
+    assert generate(checkpoint, prompts, *warm, "--resume").exit_code == 0
+    assert sorted(answers(prompts)[1]) == [0, 1, 2, 3]
+
+
+def test_every_option_reaches_the_engine(checkpoint, prompts):
+    options = "--n 2 --logprobs 3 --temperature 0.7 --top-k 50 --top-p 0.9 --min-p 0.01 --seed 4"
+    options += " --repetition-penalty 1.2 --presence-penalty 0.5 --frequency-penalty 0.25"
+    options += " --logit-bias 65=-3 --logit-bias 66=0.5 --stop ab --stop-id 7 --stop-id 9"
+    options += " --ignore-eos --chunk 16 --max-seq 64"
+    result = generate(checkpoint, prompts, *options.split())
+    assert result.exit_code == 0, result.stderr
+    head, found = answers(prompts)
+    params = SamplingParams(
+        n=2,
+        logprobs=3,
+        temperature=0.7,
+        top_k=50,
+        top_p=0.9,
+        min_p=0.01,
+        seed=4,
+        repetition_penalty=1.2,
+        presence_penalty=0.5,
+        frequency_penalty=0.25,
+        logit_bias={65: -3.0, 66: 0.5},
+        stop=("ab",),
+        stop_ids=(7, 9),
+        ignore_eos=True,
+        max_tokens=6,
+    )
+    settings = head["settings"]
+    assert (settings["chunk"], settings["max_seq"], settings["end_ids"]) == (16, 64, [257])
+    engine = Engine(
+        make_model(injection="add", n_core_layers=1),
+        ByteTokenizer(),
+        EngineConfig(exit="fixed:2", max_depth=2, chunk=16, max_seq=64),
+    )
+    for index, prompt in enumerate(LINES):
+        wanted = engine.generate([prompt], params)[0].completions
+        choices = found[index]["choices"]
+        assert [c["text"] for c in choices] == [c.text for c in wanted]
+        assert [tuple(c["token_ids"]) for c in choices] == [c.token_ids for c in wanted]
+        assert choices[0]["logprobs"] == pytest.approx(wanted[0].logprobs, abs=1e-4)
+        assert [len(top) for top in choices[1]["top_logprobs"]] == [3] * len(wanted[1].token_ids)
+        assert {k: found[index][k] for k in choices[0]} == choices[0]
+
+
+def test_a_longer_prompt_fits_once_it_is_given_room(checkpoint, tmp_path):
+    prompts = tmp_path / "p.txt"
+    prompts.write_text("a\n" + "b" * 1500)
+    refused(generate(checkpoint, prompts), "line 2 of", "1501 tokens, a slot holds 1024", "max_seq")
+    assert generate(checkpoint, prompts, "--max-seq", "1600", "--slots", "1").exit_code == 0
+    assert sorted(answers(prompts)[1]) == [0, 1]
+
+
+@pytest.mark.parametrize("bias", ["65", "a=1", "65=x", "=", "65=nan", "300=1", "65=1000", "-1=2"])
+def test_a_bias_that_is_none_is_one_line(checkpoint, prompts, bias):
+    refused(generate(checkpoint, prompts, f"--logit-bias={bias}"), "logit")
+    refused(generate(checkpoint, prompts, *["--logit-bias", "5=1"] * 2), "token 5 twice")
+
+
+def one(checkpoint: Path, *more: str) -> Result:
+    arguments = ["generate", str(checkpoint), "Tom", "--max-tokens", "4", "--ignore-eos", *more]
+    return CliRunner().invoke(app, arguments)
+
+
+def test_choices_and_likelihoods_are_shown(checkpoint):
+    result = one(checkpoint, "--temperature=1", "--n=2", "--logprobs=2", "--json")
+    assert result.exit_code == 0, result.stderr
+    made = json.loads(result.stdout.splitlines()[-1])
+    assert (made["chunk"], made["end_ids"]) == (128, [257])
+    assert f"seed {made['seed']}" in result.stdout
+    for index, choice in enumerate(made["choices"]):
+        assert f"choice {index}, length:" in result.stdout
+        for logprob, top in zip(choice["logprobs"], choice["top_logprobs"], strict=True):
+            assert f"{logprob:.3f}" in result.stdout
+            assert f"{top[0][1]:.3f}" in result.stdout
+    again = one(checkpoint, "--temperature=1", f"--seed={made['seed']}", "--json")
+    assert json.loads(again.stdout.splitlines()[-1])["text"] == made["choices"][0]["text"]
+
+
+def test_what_is_not_known_to_hold_is_said_once(tmp_path):
+    """22 was shown as the most that training drew, where one step in a hundred drew up to 32."""
+    depth = {"true_mean": 8.0, "min": 1, "max": 32, "p99": 22}
+    model = make_model(injection="add", n_core_layers=1)
+    save_checkpoint(tmp_path / "c", model, ByteTokenizer(), {"depth": depth})
+    deep = one(tmp_path / "c", "--depth", "40")
+    said = "warning: 40 recurrences are past training, which ran at most 22 in 99% of its steps"
+    assert deep.stderr.count(said) == 1
+    assert "at most 32 in any" in deep.stderr
+    tiers = {"fast": {"rule": "fixed:2", "kv_policy": "per-loop"}}
+    write_tiers(load_checkpoint(tmp_path / "c"), tiers)
+    assert one(tmp_path / "c", "--exit", "fast").stderr == ""
+    other = one(tmp_path / "c", "--exit", "fast", "--kv", "last")
+    assert other.stderr.count("warning: tier 'fast' was calibrated under per-loop") == 1
 
 
 def test_resuming_with_another_model_is_refused(checkpoint, prompts):
@@ -160,6 +281,8 @@ def test_an_existing_file_is_not_written_over(checkpoint, prompts):
         ("p.txt", "", "holds no prompt"),
         ("p.txt", "\n \n", "holds no prompt"),
         ("p.txt", "a" * 3000, "3001 tokens"),
+        ("p.txt", "a\n\nb\n" + "c" * 3000, "line 4 of"),
+        ("p.jsonl", '{"prompt": "a"}\n{"prompt": "\\ud800"}\n', "line 2 of"),
         ("p.jsonl", '{"prompt": "a"}\nb\n', "line 2"),
         ("p.jsonl", '{"text": "a"}\n', "line 1"),
         ("p.jsonl", '{"prompt": 3}\n', "'prompt' is not text"),

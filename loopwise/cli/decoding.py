@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,32 +18,107 @@ from loopwise.cli.options import (
     JsonOption,
 )
 from loopwise.cli.running import command, nothing_kept
+from loopwise.errors import ConfigError
+
+_running = partial(typer.Option, rich_help_panel="Depth and memory")
+_sampling = partial(typer.Option, rich_help_panel="Sampling")
+_ending = partial(typer.Option, rich_help_panel="When an answer ends")
+_filing = partial(typer.Option, rich_help_panel="A file of prompts")
 
 
 @app.command()
 def generate(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint or run folder.")],
     prompt: Annotated[str | None, typer.Argument(help="Text to go on from.")] = None,
-    depth: Annotated[int | None, typer.Option("--depth", help="Uniform recurrences.")] = None,
+    depth: Annotated[
+        int | None,
+        _running("--depth", help="Uniform recurrences."),
+    ] = None,
     exit_: Annotated[
-        str | None, typer.Option("--exit", help="Exit rule, e.g. kl:1e-3, or tier.")
+        str | None,
+        _running("--exit", help="Exit rule, e.g. kl:1e-3, or tier."),
     ] = None,
     kv: Annotated[
-        str, typer.Option("--kv", help="per-loop, last, ring-N or first-then-last.")
+        str,
+        _running("--kv", help="per-loop, last, ring-N or first-then-last."),
     ] = "per-loop",
-    max_tokens: Annotated[int, typer.Option("--max-tokens")] = 80,
-    temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option("--top-k")] = None,
-    top_p: Annotated[float, typer.Option("--top-p")] = 1.0,
-    min_p: Annotated[float, typer.Option("--min-p")] = 0.0,
-    stop: Annotated[list[str] | None, typer.Option("--stop", help="Ends the text.")] = None,
-    seed: Annotated[int, typer.Option("--seed")] = 0,
-    prompts: Annotated[
-        Path | None, typer.Option("--prompts", help="One per line, or .jsonl with 'prompt'.")
+    max_seq: Annotated[
+        int | None,
+        _running("--max-seq", help="Tokens of prompt and answer; default 1024."),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="JSON lines, for --prompts.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Keep what --out holds.")] = False,
-    slots: Annotated[int, typer.Option("--slots", help="Prompts in flight at once.")] = 32,
+    chunk: Annotated[
+        int | None,
+        _running(
+            "--chunk",
+            help="Prompt tokens that enter together, which answers depend on, but for --kv "
+            "per-loop; default 128.",
+        ),
+    ] = None,
+    temperature: Annotated[float, _sampling("--temperature", help="0 is greedy.")] = 0.0,
+    top_k: Annotated[
+        int | None,
+        _sampling("--top-k", help="Only so many best tokens."),
+    ] = None,
+    top_p: Annotated[
+        float,
+        _sampling("--top-p", help="The fewest best that hold this share."),
+    ] = 1.0,
+    min_p: Annotated[
+        float,
+        _sampling("--min-p", help="Only tokens this share as likely as the best."),
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float,
+        _sampling("--repetition-penalty", help="Divides logits of tokens seen, prompt included."),
+    ] = 1.0,
+    presence_penalty: Annotated[
+        float,
+        _sampling("--presence-penalty", help="Off each token made before."),
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float,
+        _sampling("--frequency-penalty", help="The same, each time it was."),
+    ] = 0.0,
+    logit_bias: Annotated[
+        list[str] | None,
+        _sampling(
+            "--logit-bias",
+            metavar="ID=VALUE",
+            help="Nats added to a token id's logit; may be repeated.",
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        _sampling("--seed", help="By default a fresh one, shown."),
+    ] = None,
+    n: Annotated[int, _sampling("--n", help="Answers to each prompt.")] = 1,
+    logprobs: Annotated[
+        int | None,
+        _sampling("--logprobs", help="Show log-probabilities, and so many alternatives."),
+    ] = None,
+    max_tokens: Annotated[int, _ending("--max-tokens", help="Tokens made at most.")] = 80,
+    stop: Annotated[
+        list[str] | None,
+        _ending("--stop", help="A text that ends it; may be repeated."),
+    ] = None,
+    stop_id: Annotated[
+        list[int] | None,
+        _ending("--stop-id", help="A token id that ends it; may be repeated."),
+    ] = None,
+    ignore_eos: Annotated[
+        bool,
+        _ending("--ignore-eos", help="Go on past the model's own end tokens."),
+    ] = False,
+    prompts: Annotated[
+        Path | None,
+        _filing("--prompts", help="One per line, or .jsonl with 'prompt'."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        _filing("--out", help="JSON lines, for --prompts."),
+    ] = None,
+    resume: Annotated[bool, _filing("--resume", help="Keep what --out holds.")] = False,
+    slots: Annotated[int, _filing("--slots", help="Prompts in flight at once.")] = 32,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -53,7 +130,7 @@ def generate(
         where = shlex.quote(str(out))
         return f"the answers in {where} are kept; go on with --resume --out {where}"
 
-    with command(as_json, debug, kept) as (_, answer):
+    with command(as_json, debug, kept) as (display, answer):
         from loopwise.engine.request import SamplingParams
         from loopwise.generate import GenerateOptions, generate_command
 
@@ -62,8 +139,16 @@ def generate(
             top_k=top_k,
             top_p=top_p,
             min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=_biases(logit_bias or ()),
             stop=tuple(stop or ()),
+            stop_ids=tuple(stop_id or ()),
+            ignore_eos=ignore_eos,
             seed=seed,
+            logprobs=logprobs,
+            n=n,
             max_tokens=max_tokens,
         )
         options = GenerateOptions(
@@ -74,8 +159,35 @@ def generate(
             out=out,
             resume=resume,
             slots=slots,
+            max_seq=max_seq,
+            chunk=chunk,
         )
-        answer(generate_command(checkpoint, prompt, params, options, Console()))
+
+        def told(done: int, total: int) -> None:
+            display({"event": "progress", "stage": "prompts", "done": done, "total": total})
+
+        answer(generate_command(checkpoint, prompt, params, options, Console(), told))
+
+
+def _biases(given: Iterable[str]) -> dict[int, float]:
+    """``50=-100`` as a token id and nats.
+
+    Raises:
+        ConfigError: something else, or an id twice.
+    """
+    found: dict[int, float] = {}
+    for text in given:
+        token, _, value = text.partition("=")
+        try:
+            token_id, bias = int(token), float(value)
+        except ValueError:
+            raise ConfigError(
+                f"--logit-bias {text!r} must be a token id and nats, as in 50=-100"
+            ) from None
+        if token_id in found:
+            raise ConfigError(f"--logit-bias gives token {token_id} twice; leave one out")
+        found[token_id] = bias
+    return found
 
 
 def _bench(name: str, what: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shlex
 import signal
@@ -50,10 +51,10 @@ def command(
 ) -> Iterator[tuple[Display, Callable[[dict[str, Any]], None]]]:
     """Run a command: display on stderr, the answer on stdout, one line and code 2 for bad input.
 
-    SIGINT and SIGTERM end it with one line and code 128 + their number. Denormal numbers count as
-    zero meanwhile. Gradients that shrink from loop to loop end there, and some processors take a
-    hundred times as long over them. Threads inherit this when they start, so it comes before any
-    work.
+    What the library warns of is a line on stderr, once. SIGINT and SIGTERM end it with one line and
+    code 128 + their number. Denormal numbers count as zero meanwhile. Gradients that shrink from
+    loop to loop end there, and some processors take a hundred times as long over them. Threads
+    inherit this when they start, so it comes before any work.
     """
     console = Console(stderr=True)
 
@@ -61,7 +62,7 @@ def command(
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     try:
-        with _terminable(), _started(console) as display:
+        with _terminable(), _warnings(say), _started(console) as display:
 
             def answer(value: dict[str, Any]) -> None:
                 from loopwise.train.metrics import finite
@@ -99,6 +100,26 @@ def _started(console: Console) -> Iterator[Display]:
             yield display
     finally:
         torch.set_flush_denormal(False)
+
+
+@contextmanager
+def _warnings(say: Callable[[str], None]) -> Iterator[None]:
+    """Warnings of the package as lines, each once."""
+    said = set()
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            line = f"{record.levelname.lower()}: {record.getMessage()}"
+            if line not in said:
+                said.add(line)
+                say(line)
+
+    ours, lines = logging.getLogger("loopwise"), Lines(logging.WARNING)
+    ours.addHandler(lines)
+    try:
+        yield
+    finally:
+        ours.removeHandler(lines)
 
 
 @contextmanager
