@@ -25,6 +25,7 @@ from loopwise.bench.samples import (
     left_out,
     trace_samples,
     unfitted,
+    why_not_new,
     with_fits,
 )
 from loopwise.bench.setup import Bench, BenchOptions
@@ -97,6 +98,7 @@ def _samples(bench: Bench, folder: Path) -> Samples:
     tokens = max(options.tokens, 0 if options.smoke or not fit else _FIT_TOKENS)
     tokens = max(tokens, block_length(checkpoint) + 1)
     documents = fresh_documents(checkpoint, options.data)
+    bench.warn(why_not_new(checkpoint, documents))
     parts = deal(documents, checkpoint.tokenizer, options.seeds + fit, tokens, options.seed)
     if fit:
         checkpoint = with_fits(checkpoint, parts.pop(), tokens, bench.depth, bench.say)

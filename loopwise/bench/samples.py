@@ -20,6 +20,7 @@ from loopwise.data import (
     read_documents,
     tokenize,
 )
+from loopwise.data.sketch import DocumentSketch
 from loopwise.errors import DataError
 from loopwise.exits import EXITS, needs_fitting
 from loopwise.exits.base import Reads
@@ -127,6 +128,18 @@ def fresh_documents(checkpoint: Checkpoint, sources: Sequence[str]) -> list[Docu
     if not fresh:
         raise DataError("all of this text was used to fit exit rules; give other text with --data")
     return fresh
+
+
+def why_not_new(checkpoint: Checkpoint, documents: Sequence[Document]) -> str | None:
+    """How many of the documents the model was trained on; None for none, or where nobody knows."""
+    sketch = DocumentSketch.of_training(checkpoint.training)
+    told, known = (0, frozenset[str]()) if sketch is None else sketch.compare(documents)
+    if not known:
+        return None
+    return (
+        f"the model was trained on {len(known)} of the {told} of these {len(documents)} documents "
+        "that can be told; on text it has not seen, exits may cost more"
+    )
 
 
 def unfitted(checkpoint: Checkpoint) -> list[str]:

@@ -16,9 +16,16 @@ from typer.testing import CliRunner
 
 from loopwise.bench.commands import COMMANDS, BenchOptions, keep_result
 from loopwise.bench.compare import ORACLES, Comparison, oracle_curves, ranking
-from loopwise.bench.samples import deal, fresh_documents, trace_samples, with_fits
+from loopwise.bench.samples import (
+    deal,
+    fresh_documents,
+    trace_samples,
+    why_not_new,
+    with_fits,
+)
 from loopwise.cli import app
-from loopwise.data import document_hash, generate
+from loopwise.data import ReadOptions, ReadReport, document_hash, generate, read_documents
+from loopwise.data.sketch import TRAINED_ON, DocumentSketch
 from loopwise.errors import ConfigError, DataError
 from loopwise.exits import EXITS
 from loopwise.exits.rule import parse_rule
@@ -104,6 +111,28 @@ def test_parts_share_no_document_and_are_the_same_for_the_same_seed():
     assert max(sizes) < 1.3 * min(sizes)
     with pytest.raises(DataError, match="too few to deal to 31 parts"):
         deal(documents, ByteTokenizer(), 31, 100, seed=0)
+
+
+def test_training_text_is_named(path):
+    checkpoint = load_checkpoint(path)
+    trained, other = list(generate("stories", 0, 0, 30)), list(generate("stories", 0, 30, 10))
+    assert why_not_new(checkpoint, trained) is None, "nobody knows what it was trained on"
+    training = {TRAINED_ON: DocumentSketch.of(trained).to_json()}
+    checkpoint = replace(checkpoint, training=training)
+    assert why_not_new(checkpoint, other) is None
+    assert "trained on 4 of the 14" in (why_not_new(checkpoint, trained[:4] + other) or "")
+
+
+def test_a_comparison_on_training_text_says_so(tmp_path):
+    sketch = DocumentSketch.of(read_documents(OPTIONS.data, ReadOptions(), ReadReport()))
+    training = {"seq": 32, "depth": {"true_mean": 4.0}, TRAINED_ON: sketch.to_json()}
+    model = make_model(injection="add", n_core_layers=1)
+    save_checkpoint(tmp_path / "model", model, ByteTokenizer(), training)
+    out = io.StringIO()
+    options = replace(OPTIONS, wall=False, seeds=1)
+    found = COMMANDS["exits"](tmp_path / "model", options, Console(file=out))
+    assert out.getvalue().count("warning: the model was trained on 60 of the 60") == 1
+    assert len(found["warnings"]) == 1
 
 
 def test_text_that_rules_were_fitted_on_is_left_out(path):
