@@ -117,3 +117,10 @@ class KVCache:
                 "does not have; lower engine.pages, or engine.slots and engine.max_seq that set "
                 "it, or engine.max_depth"
             ) from err
+
+    def copy(self, source: int, page: int) -> None:
+        """Put all entries of page ``source`` into ``page`` as well, in every layer."""
+        for stage, *pools in zip(self.stages, self.keys, self.values, strict=True):
+            size = self.shape.page_size * stage.entries
+            for pool in pools:
+                pool[page * size :][:size] = pool[source * size :][:size]

@@ -121,6 +121,12 @@ class RowTable:
         for entries, address in self._address.items():
             address[slot, first:end] = page * size * entries + self._steps[: end - first]
 
+    def copy(self, source: int, page: int) -> None:
+        """The tokens of page ``source`` lie in ``page`` as well."""
+        size = self._cache.shape.page_size
+        self._cache.copy(source, page)
+        self._last[page * size :][:size] = self._last[source * size :][:size]
+
     def seat(self, seats: Ints, slot: int, first: int, rule: ExitRule, policy: int = 0) -> None:
         """Rows of consecutive tokens of one request sit down before recurrence 1."""
         self.policy[seats] = policy

@@ -74,7 +74,7 @@ class Sequence:
         number: order of arrival.
         tokens: prompt, then what was made.
         root: identity of what must be equal beside tokens for pages to be shared.
-        leader: a sequence with the same prompt that computes it first.
+        leader: a sequence with the same prompt that computes it first; None once it has.
         done: tokens whose entries are final.
         identity: of the content of the pages known so far.
     """
@@ -93,7 +93,7 @@ class Sequence:
     chunk: Chunk | None = None
     waiting_since: int = 0
     waited: int = 0  # ticks, without the wait that goes on
-    reused: int = 0  # tokens found in the prefix cache
+    reused: int = 0  # tokens that were there when it started
     preempted: int = 0  # times
     sound: bool = True
     ended: bool = False
@@ -127,6 +127,19 @@ class Placement:
     slot: int
     first: int
     page: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Sequences that start with a prompt another one has computed.
+
+    Attributes:
+        copies: pages to copy, from and to, before anything else happens.
+    """
+
+    sequences: list[Sequence]
+    placements: list[Placement]
+    copies: list[tuple[int, int]]
 
 
 class Scheduler:
@@ -211,6 +224,38 @@ class Scheduler:
             sequence.identity = self.pool.learn(sequence.identity, page, tokens)
             sequence.learned += 1
 
+    def share(self, leader: Sequence) -> Shared:
+        """Start who waits for a prompt that has just been computed: nothing of it is left to do.
+
+        Pages the prompt fills are held; of one it does not fill, each gets its own copy, since made
+        tokens follow there. Nobody is overtaken. Those without room are led by their first.
+        """
+        self._placed = []
+        shared = Shared([], self._placed, [])
+        if not any(s.leader is leader for s in self._waiting):
+            return shared
+        whole, part = divmod(leader.n_prompt, self.limits.page_size)
+        for sequence in sorted(self._waiting, key=self._order):
+            if sequence.leader is not leader:
+                if _ready(sequence):
+                    break
+                continue
+            if not self._slots or (part and not self.pool.free):
+                break
+            found = [(page, leader.identity) for page in leader.pages[:whole]]
+            sequence.waited += 1  # this tick's admission has passed it by
+            self._seat(sequence, found, leader.n_prompt)
+            if part:
+                page = self.pool.take()
+                self._place(sequence, page)
+                shared.copies.append((leader.pages[whole], page))
+            sequence.sound, sequence.leader = leader.sound, None
+            shared.sequences.append(sequence)
+        rest = [s for s in self._waiting if s.leader is leader]
+        for sequence in rest:
+            sequence.leader = None if sequence is rest[0] else rest[0]
+        return shared
+
     def append(self, sequence: Sequence, token_id: int) -> None:
         """A token was made; it enters the core at the next tick."""
         sequence.tokens.append(token_id)
@@ -241,7 +286,7 @@ class Scheduler:
                     return
                 self.counts["overtaken"] += 1
                 continue
-            self._seat(sequence, found)
+            self._seat(sequence, found, len(found) * self.limits.page_size)
             yield sequence
 
     def _overdue(self, sequence: Sequence) -> bool:
@@ -265,7 +310,8 @@ class Scheduler:
             found = found[: len(found) * size // unit * unit // size]
         yield from found
 
-    def _seat(self, sequence: Sequence, found: list[tuple[int, int]]) -> None:
+    def _seat(self, sequence: Sequence, found: list[tuple[int, int]], done: int) -> None:
+        """Give it a slot and the pages ``found``, with identities, of its first ``done`` tokens."""
         sequence.waited += self.tick - sequence.waiting_since
         sequence.slot = self._slots.pop()
         sequence.identity = sequence.root
@@ -274,7 +320,7 @@ class Scheduler:
             self._place(sequence, page)
             sequence.identity = identity
         sequence.learned = len(found)
-        sequence.done = len(found) * self.limits.page_size
+        sequence.done = done
         if not sequence.preempted:  # later it finds what it has computed itself
             sequence.reused = sequence.done
         self._waiting.remove(sequence)
@@ -357,5 +403,4 @@ class Scheduler:
 
 def _ready(sequence: Sequence) -> bool:
     """Whether the prompt it shares has been computed, or nobody will."""
-    leader = sequence.leader
-    return leader is None or leader.ended or leader.done >= leader.n_prompt
+    return sequence.leader is None or sequence.leader.ended

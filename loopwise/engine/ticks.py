@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -68,14 +68,24 @@ class Ticks:
         self._heard(choice, None, reason)
 
     def step(self) -> None:
-        """One tick: admit, one recurrence of every live row, tokens of those that stop."""
+        """One tick: admit, one recurrence of every live row, tokens of those that stop.
+
+        What it raises ends the requests that are running; those that wait go on at the next tick.
+        """
         started = time.perf_counter()
-        self._enter()
-        self.counts.slot_ticks += self.scheduler.running
-        self._live = [c for c in self._live if not c.dropped]
-        if self._live:
-            self._recur()
-        self._read()
+        try:
+            self._enter()
+            self.counts.slot_ticks += self.scheduler.running
+            self._live = [c for c in self._live if not c.dropped]
+            if self._live:
+                self._recur()
+            self._read()
+        except Exception as err:  # what was half done is lost, and nothing else
+            running = {c.request for c in self._choices.values() if c.sequence.slot >= 0}
+            for choice in [c for c in self._choices.values() if c.request in running]:
+                choice.request.error = choice.request.error or err
+                self.finish(choice, "error")
+            raise
         self.counts.ticks += 1
         self.counts.busy_s += time.perf_counter() - started
 
@@ -95,7 +105,7 @@ class Ticks:
             rule = choice.request.rule
             self.table.seat(chunk.seats, sequence.slot, chunk.start, rule, choice.policy)
             ids += sequence.tokens[chunk.start : chunk.end]
-            seeds += [choice.request.params.seed] * len(chunk.seats)
+            seeds += [choice.request.seed] * len(chunk.seats)
             for seat in chunk.seats.tolist():
                 self._chunk_at[seat] = chunk
         self.runner.enter([c.live for c in chunks], ids, np.array(seeds, np.int64))
@@ -157,7 +167,23 @@ class Ticks:
             sound = len(chunk.seats) == 1 or self.runner.finite(chunk.seats)
             self.scheduler.finish(chunk, sound)
         if last:
-            self._sample(last)
+            self._sample([pair for chunk in last for pair in self._next(chunk)])
+
+    def _next(self, chunk: Chunk) -> Iterator[tuple[Choice, int]]:
+        """Choices that go on from a chunk's last token, and its depth."""
+        sequence, depth = chunk.sequence, int(self.table.r[chunk.seats[-1]])
+        first = self._choices[sequence]
+        yield first, depth
+        if chunk.end > sequence.n_prompt:
+            return
+        shared = self.scheduler.share(sequence)
+        for source, page in shared.copies:
+            self.table.copy(source, page)
+        for p in shared.placements:
+            self.table.place(p.slot, p.first, p.page)
+        for other in map(self._choices.__getitem__, shared.sequences):
+            other.logits = first.logits
+            yield other, depth
 
     def _others_come(self) -> bool:
         """Whether settled rows had better wait for a pass together with others.
@@ -186,9 +212,8 @@ class Ticks:
             depths = self.table.r[chunk.seats].tolist()[: len(choice.request.depths) - chunk.start]
             choice.request.depths[chunk.start : chunk.start + len(depths)] = depths
 
-    def _sample(self, chunks: list[Chunk]) -> None:
-        choices = [self._choices[c.sequence] for c in chunks]
-        depths = self.table.r[[c.seats[-1] for c in chunks]].tolist()
+    def _sample(self, going_on: list[tuple[Choice, int]]) -> None:
+        choices, depths = map(list, zip(*going_on, strict=True))
         logits = torch.stack([c.take_logits() for c in choices])
         while choices:
             try:

@@ -419,6 +419,59 @@ def test_all_choices_are_there_and_complete(prefix_cache):
     assert engine.scheduler.counts["reused_tokens"] >= 4 * 8
 
 
+@pytest.mark.parametrize("new_tokens", [1, 4])
+@pytest.mark.parametrize("kv", KV_POLICIES)
+@pytest.mark.parametrize("name", ["two codas, all heads", "noise", "attn-all", "dory", "parcae"])
+def test_choices_share_the_prompt_to_its_last_token(name, kv, new_tokens):
+    """They ran what no whole page, or no whole chunk, held once more each."""
+    turn = KV_POLICIES.index(kv)
+    length, page = [(9, 4), (9, 16), (8, 4), (7, 1), (10, 3)][turn]
+    for policy in ("kl", "latent-change"):
+        rule = rule_for(name, policy)
+        j = job(TEXT[:length], rule, new_tokens, temperature=1.0, seed=turn, n=5)
+        engine = engine_for(name, kv_policy=kv, chunk=4, page_size=page, slots=6)
+        first, _ = run(engine, [j, job(TEXT[5:9], rule, 3)])
+        for index in range(5):
+            wanted = reference(name, j, kv, 1 if kv == "per-loop" else 4, index)
+            check(first, wanted, f"choice {index}", index)
+        fed = length + 5 * (new_tokens - 1) + 4 + 2
+        assert engine.stats()["prelude_rows"] == fed, "the prompt once"
+        assert first.reused_tokens == 0 and None not in first.prompt_exit_depths
+
+
+@pytest.mark.parametrize("kv", ["per-loop", "ring-2"])
+def test_choices_are_whole_though_pages_run_out_under_them(kv):
+    """The first of them too is thrown out, before and after its prompt is computed."""
+    rule = rule_for("add", "kl")
+    j = job(TEXT[:9], rule, 7, temperature=1.0, seed=3, n=4)
+    urgent = job(TEXT[:12], rule, 4)
+    wanted = [reference("add", j, kv, 1 if kv == "per-loop" else 4, i) for i in range(4)]
+    for tick in range(1, 40, 9):
+        engine = engine_for("add", kv_policy=kv, chunk=4, page_size=4, max_seq=16, pages=5)
+        request = j.submit(engine)
+        for _ in range(tick):
+            engine.step()
+        urgent.submit(engine, priority=1)
+        finish(engine)
+        assert engine.stats()["preempted"] > 0
+        for index, answer in enumerate(wanted):
+            check(request.generation(), answer, f"tick {tick}, choice {index}", index)
+
+
+@pytest.mark.parametrize("kv", ["per-loop", "ring-2"])
+def test_choices_leave_together_at_any_tick(kv):
+    beside = job(TEXT[:9], rule_for("add", "latent-change"), 6)
+    for tick in range(1, 24, 5):
+        engine = engine_for("add", kv_policy=kv, chunk=4, page_size=4, slots=3)
+        gone = job(TEXT[:9], rule_for("add", "kl"), 6, temperature=1.0, n=4).submit(engine)
+        stays = beside.submit(engine)
+        for _ in range(tick):
+            engine.step()
+        engine.cancel(gone)
+        finish(engine)
+        check(stays.generation(), reference("add", beside, kv, 1 if kv == "per-loop" else 4))
+
+
 # Work and memory.
 
 

@@ -480,6 +480,36 @@ def test_a_model_that_breaks_streams_the_error():
     check_all_came_back(engine)
 
 
+@pytest.mark.parametrize("call", ["enter", "recur", "read"])
+def test_what_a_tick_raises_ends_those_that_run_and_nobody_else(call):
+    """They never finished, and the engine was never idle again."""
+    engine = plain(slots=2, chunk=4)
+    real = getattr(engine.runner, call)
+    calls = iter(range(100))
+
+    def failing(*args: Any) -> Any:
+        if next(calls) == 1:
+            raise RuntimeError("out of memory")
+        return real(*args)
+
+    setattr(engine.runner, call, failing)
+    requests = [engine.submit(TEXT[:9], SamplingParams(max_tokens=4, n=2, ignore_eos=True))]
+    requests += [engine.submit(TEXT[i:12], GREEDY) for i in (1, 2, 3)]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        finish(engine)
+    broken = [r for r in requests if r.finished]
+    assert 1 <= len(broken) <= 2 and requests[0] in broken
+    for request in broken:
+        answer = request.generation()
+        assert str(answer.error) == "out of memory"
+        assert {c.finish_reason for c in answer.completions} == {"error"}
+    finish(engine)
+    for i, request in enumerate(requests):
+        if request not in broken:
+            alone = plain().generate([TEXT[i:12]], GREEDY)[0]
+            assert request.generation().completions[0].token_ids == alone.completions[0].token_ids
+
+
 def test_random_bad_requests_among_good_ones_leave_no_trace():
     rng = random.Random(0)
     engine = plain()

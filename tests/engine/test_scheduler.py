@@ -126,13 +126,40 @@ class World:
         self.live = {c: n - 1 for c, n in self.live.items()}
 
     def finish(self, chunk: Chunk) -> None:
-        s, job = chunk.sequence, self.jobs[chunk.sequence]
+        s = chunk.sequence
         for at in range(chunk.start, chunk.end):
             self.content[self.place(s, at)] = self.meaning(s, at)
         self.scheduler.finish(chunk)
         self.check_content(s)
         if chunk.end < len(s.tokens):
             return
+        if chunk.end == s.n_prompt:
+            self.share(s)
+        self.go_on(s)
+
+    def share(self, leader: Sequence) -> None:
+        queue = sorted(self.waiting, key=self.scheduler._order)
+        line = [s for s in queue if s.leader is leader or self.ready(s)]
+        shared = self.scheduler.share(leader)
+        size = self.limits.page_size
+        for source, page in shared.copies:
+            for i in range(size):
+                self.content[page, i] = self.content.get((source, i))
+        for p in shared.placements:
+            self.table[p.slot, p.first // size] = p.page
+        for s in shared.sequences:
+            assert (s.done, s.chunk, s.reused) == (s.n_prompt, None, s.n_prompt)
+            self.jobs[s].started = self.tick
+            self.check_content(s)
+        assert line[: len(shared.sequences)] == shared.sequences, "somebody was overtaken"
+        assert not any(s.leader is leader for s in self.waiting)
+        self.check_holdings()
+        for s in shared.sequences:
+            self.go_on(s)
+
+    def go_on(self, s: Sequence) -> None:
+        """A token is made of the last one fed."""
+        job = self.jobs[s]
         if job.first_token < 0:
             job.first_token = self.tick
         if len(s.tokens) == job.needed:
@@ -188,7 +215,7 @@ class World:
                     self.jobs[s].started = self.tick
 
     def ready(self, s: Sequence) -> bool:
-        return s.leader is None or s.leader.ended or s.leader.done >= s.leader.n_prompt
+        return s.leader is None or s.leader.ended
 
     def check_who_was_preempted(self, before: dict[Sequence, tuple[list[int], int]]) -> None:
         """Only for somebody who ranks before it, who got pages of its own."""
@@ -493,9 +520,43 @@ def test_choices_of_a_request_wait_for_the_first_to_read_the_prompt():
     leader = world.submit([1] * 20, 4)
     others = [world.submit([1] * 20, 4, leader=leader.sequence) for _ in range(2)]
     world.run(200)
-    assert [job.sequence.reused for job in others] == [16, 16]
-    assert all(job.started > leader.first_token - 1 for job in others)
+    assert [job.sequence.reused for job in others] == [20, 20], "all of it"
+    assert all(job.started == job.first_token == leader.first_token for job in others)
     assert all(len(job.sequence.tokens) == 23 for job in (leader, *others))
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("prompt", [18, 20])
+def test_choices_without_a_slot_are_led_by_the_first_of_them(prompt, exact):
+    """Two slots and five choices of one token: three of them compute the prompt."""
+    world = World(limits(slots=2), exact)
+    leader = world.submit([1] * prompt, 1)
+    others = [world.submit([1] * prompt, 1, leader=leader.sequence) for _ in range(4)]
+    world.run(200)
+    whole = [job.sequence.reused == prompt for job in (leader, *others)]
+    assert whole == [False, True, False, True, False]
+    world.check_all_came_back()
+
+
+def test_choices_wait_their_turn_where_somebody_ranks_before_them():
+    """An urgent request arrives while their prompt is computed; there is one slot."""
+    world = World(limits(slots=2))
+    urgent: list[Job] = []
+
+    def settle(chunk: Chunk) -> int:
+        if not urgent:
+            urgent.append(world.submit([2] * 6, 4, priority=1))
+        return 1
+
+    world.settle = settle
+    leader = world.submit([1] * 6, 4)
+    other = world.submit([1] * 6, 4, leader=leader.sequence)
+    world.step()
+    assert (leader.first_token, other.started) == (1, -1)
+    world.step()
+    assert (urgent[0].started, other.started) == (2, -1)
+    world.run(200)
+    assert other.finished > 0
 
 
 def test_choices_go_on_when_the_first_is_cancelled_before_it_has_read_the_prompt():
