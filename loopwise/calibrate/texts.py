@@ -14,7 +14,7 @@ from loopwise.config import from_table, read_json_object
 from loopwise.data import Document, TokenStore, document_hash, load_or_tokenize
 from loopwise.data.sketch import DocumentSketch
 from loopwise.errors import ConfigError, DataError, LoopwiseError, RunFolderError
-from loopwise.measure.calibrate import clip_for, units_needed
+from loopwise.measure.calibrate import clip_for, level_of_each, units_needed
 from loopwise.measure.units import Span, Units, unit_spans
 from loopwise.models.checkpoint import Checkpoint
 from loopwise.settings import RunConfig, build_config
@@ -180,7 +180,7 @@ def divide(
         ConfigError: fewer units are asked for than the guarantee needs.
         DataError: there are fewer.
     """
-    level = (1 - options.confidence) / sequences
+    level = level_of_each(options.confidence, sequences)
     clip = clip_for(options.budgets)
     needed = units_needed(min(options.budgets), level, clip)
     needs = _needs(options, needed, level)
