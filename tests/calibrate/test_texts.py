@@ -10,9 +10,11 @@ import pytest
 from loopwise.calibrate.options import CalibrateOptions
 from loopwise.calibrate.texts import FreshText, read_fresh_text
 from loopwise.data import Document, generate
+from loopwise.data.reading import ReadReport
 from loopwise.data.sketch import TRAINED_ON, DocumentSketch
 from loopwise.errors import DataError
 from loopwise.models.checkpoint import Checkpoint
+from loopwise.study.texts import Texts
 from loopwise.tokenizer import ByteTokenizer
 from tests.conftest import make_model
 
@@ -98,3 +100,19 @@ def test_a_checkpoint_that_does_not_tell_is_taken_with_a_warning(tmp_path):
         "this checkpoint does not say what it was trained on; that the text is new to it is taken "
         "on trust"
     ]
+
+
+def test_what_a_run_held_out_is_compared_with_all_it_learned_from(many, tmp_path, monkeypatch):
+    """Its text is read anyway: few shared documents are left out, however many it learned from."""
+
+    def held_out(first: int, count: int) -> int:
+        aside = {"stories": read_back(documents(first, count))}
+        texts = Texts(read_back(documents(100, 200)), aside, ReadReport(), 0)
+        monkeypatch.setattr("loopwise.calibrate.texts._run_settings", lambda _: {})
+        monkeypatch.setattr("loopwise.calibrate.texts._run_text", lambda *_: texts)
+        options = CalibrateOptions()
+        return len(read_fresh_text(many, None, options, {}, lambda _: None).documents)
+
+    assert held_out(290, 110) == 100
+    with pytest.raises(DataError, match="so on about .*% of all"):
+        held_out(0, 100)  # learned from before this run, as the sketch alone tells
