@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -12,12 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loopwise.engine import Engine
+from loopwise.engine import Engine, EngineConfig
 from loopwise.engine.kv_policy import parse_kv_policy
 from loopwise.errors import ExitError
 from loopwise.exits import EXITS
 from loopwise.exits.base import Reads
 from loopwise.models.costs import kv_bytes_per_token
+from loopwise.tokenizer import ByteTokenizer
 from tests.engine.decoding import (
     ARCHITECTURES,
     ASKING,
@@ -39,7 +41,7 @@ from tests.engine.decoding import (
     rule_for,
     run,
 )
-from tests.engine.test_reference import forward
+from tests.engine.test_reference import FITTED, forward
 
 USUAL_RULES = ["kl", "latent-change", "second-difference", "probe", "fixed"]
 USUAL_RULES += ["short-list-kl", "sketched-kl", "certified"]
@@ -189,6 +191,48 @@ def test_float32_stays_within_a_ten_thousandth(name):
     rng = random.Random(3)
     for found, answer in zip(run(engine, [*jobs, *strangers(name, rng, 12)]), wanted, strict=False):
         check(found, answer)
+
+
+def mixed(name: str) -> list[Job]:
+    """Rules, lengths, greedy and drawn, one and two choices."""
+    policies = ("kl", "latent-change", "second-difference", "fixed")
+    rules = [rule_for(name, policy) for policy in policies]
+    return [
+        job(TEXT[:1], rules[0], 3),
+        job(TEXT[:4], rules[1], 3, temperature=1.0, seed=1, n=2),
+        job(TEXT[:9], rules[2], 3),
+        job(TEXT[:14], rules[3], 3, temperature=1.0, seed=3, n=2),
+    ]
+
+
+def check_float32(name: str, kv: str, found: Sequence[Any], jobs: Sequence[Job]) -> None:
+    chunk = 1 if kv == "per-loop" else 4
+    for generation, j in zip(found, jobs, strict=False):
+        for index in range(j.params.n):
+            wanted = reference(name, j, kv, chunk, index, torch.float32)
+            check(generation, wanted, f"{j.rule}, choice {index}", index)
+
+
+@pytest.mark.parametrize("kv", KV_POLICIES)
+@pytest.mark.parametrize("name", ["add", "residual-all", "ouro", "dory", "parcae"])
+def test_in_float32_too_live_exits_equal_the_reference_in_a_crowd(name, kv):
+    """What is promised is float32. These loops are smooth: they grow no rounding past 1e-5."""
+    jobs, rng = mixed(name), random.Random(KV_POLICIES.index(kv))
+    engine = engine_for(name, torch.float32, kv_policy=kv, chunk=4, page_size=3, slots=12)
+    check_float32(name, kv, run_late(engine, [*jobs, *strangers(name, rng, 12)], rng), jobs)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kv", ["per-loop", "last"])
+def test_on_cuda_the_engine_equals_the_reference_on_the_cpu(kv):
+    jobs = mixed("add")
+    model = copy.deepcopy(build("add", torch.float32)).to("cuda")
+    config = EngineConfig(
+        exit="fixed:5", max_depth=MAX_DEPTH, kv_policy=kv, chunk=4, page_size=3, max_seq=32
+    )
+    engine = Engine(model, ByteTokenizer(), config, FITTED)
+    check_float32("add", kv, run(engine, jobs), jobs)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
