@@ -290,7 +290,7 @@ def test_a_tier_decodes_by_its_name(a_run, fresh):
     assert made["exit_depths"] == [1] * len(made["exit_depths"])
     refused(run("generate", a_run, "Tom", "--exit", "quik"), "did you mean 'quick'", "tiers: quick")
     other = run("generate", a_run, "T", "--exit", "quick", "--kv", "last", "--max-tokens", 1)
-    assert "under last nothing is" in other.stdout
+    assert "under last nothing is" in other.stderr
 
 
 def test_calibrating_again_keeps_other_tiers_and_the_fitted_rules(a_run, fresh):
