@@ -269,16 +269,22 @@ class Engine:
         return [r.generation() for r in requests]
 
     def as_completed(self, requests: Iterable[Request]) -> Iterator[Request]:
-        """Step until all of ``requests`` have ended; each as soon as it has."""
+        """Step until all of ``requests`` have ended; each as soon as it has.
+
+        Raises:
+            EngineError: one of them is waited for already, and would be heard of there alone.
+        """
         ended: deque[Request] = deque()
         awaited = []
-        for request in dict.fromkeys(requests):
-            if request.finished:
-                ended.append(request)
-            else:
-                self._awaited[request] = ended
-                awaited.append(request)
         try:
+            for request in dict.fromkeys(requests):
+                if request in self._awaited:
+                    raise EngineError("a request is waited for twice; wait for it in one place")
+                if request.finished:
+                    ended.append(request)
+                else:
+                    self._awaited[request] = ended
+                    awaited.append(request)
             for _ in range(len(ended) + len(awaited)):
                 while not ended:
                     self.step()

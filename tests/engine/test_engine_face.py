@@ -140,6 +140,9 @@ def test_who_stops_listening_leaves_nothing_behind():
     requests = [engine.submit([i], GREEDY) for i in range(4)]
     ends = engine.as_completed(requests)
     next(ends)
+    with pytest.raises(EngineError, match="waited for twice"):  # it never came to an end
+        next(engine.as_completed(requests))
+    assert len(engine._awaited) == 2, "two of four have ended, in one tick"
     ends.close()
     assert not engine._awaited
     assert all(r.finished for r in engine.as_completed(requests))
