@@ -274,10 +274,13 @@ class Scheduler:
         """Waiting sequences that get a slot now, seated."""
         if not self._slots:  # a long queue is not sorted in vain
             return
+        kept = 0  # slots, for who starts once the prompt it waits for is computed
         for sequence in sorted(self._waiting, key=self._order):
-            if not self._slots:
+            if len(self._slots) <= kept:
                 return
-            if not _ready(sequence):
+            leader = sequence.leader
+            if leader is not None and not leader.ended:
+                kept += leader.slot >= 0
                 continue
             found = list(self._shared(sequence))
             new = self.limits.pages_for(len(sequence.tokens)) - len(found)

@@ -460,7 +460,7 @@ def test_all_choices_are_there_and_complete(prefix_cache):
     for index, made in enumerate(found.completions):
         assert (len(made.token_ids), made.finish_reason) == (5, "length")
         check(found, reference("add", j, index=index), f"choice {index}", index)
-    assert engine.scheduler.counts["reused_tokens"] >= 4 * 8
+    assert engine.scheduler.counts["reused_tokens"] >= 3 * 9 + 8
 
 
 @pytest.mark.parametrize("new_tokens", [1, 4])

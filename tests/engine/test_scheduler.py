@@ -538,6 +538,29 @@ def test_choices_without_a_slot_are_led_by_the_first_of_them(prompt, exact):
     world.check_all_came_back()
 
 
+def test_those_behind_choices_that_wait_for_their_prompt_take_no_slot_from_them():
+    world = World(limits(slots=3), settle=lambda chunk: 4)
+    leader = world.submit([1] * 6, 4)
+    others = [world.submit([1] * 6, 4, leader=leader.sequence) for _ in range(2)]
+    behind = world.submit([2] * 6, 4)
+    world.run(200)
+    assert [job.sequence.reused for job in others] == [6, 6]
+    assert behind.started > leader.first_token
+
+
+def test_choices_of_one_that_has_no_pages_yet_keep_no_slot_free():
+    world = World(limits(slots=3, pages=8))
+    busy = world.submit([3] * 20, 8)
+    world.step()
+    leader = world.submit([1] * 20, 1)
+    other = world.submit([1] * 20, 1, leader=leader.sequence)
+    small = world.submit([2] * 4, 1)
+    world.step()
+    assert (leader.started, other.started, small.started) == (-1, -1, 2)
+    world.run(300)
+    assert busy.finished > 0 and other.finished > 0
+
+
 def test_choices_wait_their_turn_where_somebody_ranks_before_them():
     """An urgent request arrives while their prompt is computed; there is one slot."""
     world = World(limits(slots=2))
