@@ -154,8 +154,8 @@ def calibrate(
 ) -> None:
     """Find the cheapest exit rule, or uniform depth, that keeps a budget; stored as tiers.
 
-    Budgets are kept under the per-loop KV policy, which a parallel pass computes exactly. Other
-    policies lose more, even at full depth, so nothing is promised under them; generate says so.
+    Budgets are kept under the per-loop KV policy, which a parallel pass computes exactly. Under
+    other policies outputs differ, even at full depth, so nothing is promised; generate says so.
     """
     with command(as_json, debug) as (display, answer):
         from loopwise.calibrate.commands import calibrate_command
