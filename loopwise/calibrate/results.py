@@ -15,8 +15,8 @@ from loopwise.exits.rule import ExitRule
 from loopwise.measure.calibrate import Choice, Judged, Verdict, choose, p_value, upper_bound
 from loopwise.measure.tiers import tier_names
 
-# What live exits in parallel compute. Under approximate policies full depth itself has other outputs,
-# which are found token by token alone, so nothing is promised there.
+# What live exits in parallel compute. Under approximate policies full depth itself has other
+# outputs, which are found token by token alone, so nothing is promised there.
 KV_POLICY = "per-loop"
 
 
