@@ -56,8 +56,8 @@ class Probe(ExitPolicy):
                 f"probe was fitted at d_model {self.weight.shape[0]}, the model has "
                 f"{latent.shape[-1]}; fit it again with `loopwise measure`"
             )
-        z = (latent.float() - self.mean) / self.std
-        return torch.sigmoid(z @ self.weight + self.bias)
+        mean, std, weight = (t.to(latent.device) for t in (self.mean, self.std, self.weight))
+        return torch.sigmoid((latent.float() - mean) / std @ weight + self.bias)
 
     def to_state(self) -> dict[str, Any]:
         """Plain values for ``exits.json``."""
