@@ -23,7 +23,7 @@ from rich.console import Console
 from benchmarks.common import finish, parser, table
 from benchmarks.learned_distance import learn
 from loopwise.bench.samples import pack
-from loopwise.data import ReadOptions, ReadReport, TokenBatch, read_documents
+from loopwise.data import ReadOptions, ReadReport, TokenBatch, document_hash, read_documents
 from loopwise.exits.base import ExitPolicy
 from loopwise.exits.rule import ExitRule, build_policy, parse_rule
 from loopwise.measure.crossing import Curve, Point, Stops, at_loss
@@ -35,7 +35,6 @@ from loopwise.measure.scores import recorded_asks, recorded_score
 from loopwise.measure.trace import Trace, trace_batch
 from loopwise.models.checkpoint import Checkpoint, load_checkpoint
 from loopwise.models.costs import flops_per_token
-from loopwise.study.texts import document_hash
 
 LEARNED = {"learned": (1.0, 1), "live-learned": (0.3, 3)}  # share that stays, passes over the text
 RULES = (

@@ -25,7 +25,7 @@ from benchmarks.common import finish, parser, table
 from benchmarks.probe_forms import FORMS, PAPER, as_published, fit
 from loopwise.bench.compare import A0, A1, IMPROVES_NATS, Comparison, Row, oracle_curves
 from loopwise.bench.samples import Samples, deal, fresh_documents, trace_samples
-from loopwise.data import Document, TokenBatch
+from loopwise.data import Document, TokenBatch, document_hash
 from loopwise.data.packing import NO_TARGET
 from loopwise.exits import EXITS
 from loopwise.exits.latent_kl import log_of
@@ -38,7 +38,6 @@ from loopwise.models.base import LoopedLM
 from loopwise.models.checkpoint import Checkpoint, load_checkpoint
 from loopwise.models.layers import row_seeds
 from loopwise.study.measuring import block_length
-from loopwise.study.texts import document_hash
 
 CHECKPOINT = Path("checkpoints/tinystories-5m-mean8")
 PARTS = {"learn": 4, "choose": 1, "judge": 2}  # of equal length; documents are in one of them only

@@ -171,16 +171,16 @@ def swept_points(
 ) -> list[dict[str, Any]]:
     """The whole frontier of a policy by replay, loosest first.
 
-    Over thresholds, at every patience up to the published one; where the score says only yes or
-    no, as that of ``argmax`` does, a threshold has nothing to choose, and it is over the patience
-    at its stricter value.
+    Over thresholds, at every patience from the rule's own up to the published one; where the score
+    says only yes or no, as that of ``argmax`` does, a threshold has nothing to choose, and it is
+    over the patience at its stricter value.
     """
     usable = score[:, : rule.max_depth]
     values = np.unique(usable[np.isfinite(usable)]).tolist()
     yes_or_no = len(values) <= 2
     most = rule.max_depth - 1 if yes_or_no else EXITS[rule.policy].published_patience
     points = []
-    for patience in range(1, most + 1):
+    for patience in range(rule.patience, max(most, rule.patience) + 1):
         at = replace(rule, patience=patience)
         thresholds = values[:1] if yes_or_no else spread_thresholds(score, at)
         points += replayed_points(score, at, yardstick, thresholds, asked)

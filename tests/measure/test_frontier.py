@@ -288,6 +288,8 @@ def test_a_sweep_is_over_thresholds_unless_the_score_says_yes_or_no():
     assert points == replayed_points(
         graded, rule(max_depth=4), line, spread_thresholds(graded, rule(max_depth=4))
     )
+    twice = swept_points(graded, rule(max_depth=4, patience=2), line)
+    assert twice and {p["patience"] for p in twice} == {2}, "the rule's own patience is kept"
     answers = np.tile(np.float32([np.inf, 1, 0, 0]), (len(line.loss), 1))
     points = swept_points(answers, rule(max_depth=4), line)
     assert [(p["threshold"], p["patience"], p["mean_depth"]) for p in points] == [
