@@ -26,7 +26,8 @@ from loopwise.engine.rows import RowTable
 from loopwise.engine.rules import Rules
 from loopwise.engine.runner import Calls, Runner
 from loopwise.engine.running import Choice, Generation, Request, StreamedToken, forcing
-from loopwise.engine.scheduler import Scheduler, Sequence
+from loopwise.engine.scheduler import Scheduler
+from loopwise.engine.sequence import Sequence
 from loopwise.engine.settings import EngineConfig
 from loopwise.engine.ticks import Ticks
 from loopwise.errors import DataError, EngineError, telling_which

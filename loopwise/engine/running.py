@@ -10,7 +10,7 @@ from torch import Tensor
 from loopwise.engine.detokenize import Detokenizer
 from loopwise.engine.request import Completion, FinishReason, SamplingParams, TokenOutput
 from loopwise.engine.sampler import History
-from loopwise.engine.scheduler import Sequence
+from loopwise.engine.sequence import Sequence
 from loopwise.errors import EngineError
 from loopwise.exits.rule import ExitRule
 

@@ -14,7 +14,8 @@ from loopwise.engine.rows import RowTable
 from loopwise.engine.runner import Exits, Runner
 from loopwise.engine.running import Choice
 from loopwise.engine.sampler import LogitsError, sample
-from loopwise.engine.scheduler import Chunk, Scheduler, Sequence
+from loopwise.engine.scheduler import Scheduler
+from loopwise.engine.sequence import Chunk, Sequence
 from loopwise.engine.settings import EngineConfig
 
 Heard = Callable[[Choice, TokenOutput | None, FinishReason | None], None]

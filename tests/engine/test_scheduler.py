@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loopwise.engine.scheduler import Chunk, Limits, Scheduler, Sequence
+from loopwise.engine.scheduler import Limits, Scheduler
+from loopwise.engine.sequence import Chunk, Sequence
 from loopwise.errors import EngineError
 
 LIMITS: dict[str, Any] = {
