@@ -57,13 +57,13 @@ def test_the_paper_preset_has_the_papers_size():
 
 
 def test_the_preset_of_look_ups_is_the_documented_run():
-    """Text included: 2.69M parameters learn from 3.07M tokens of it."""
+    """Text included: 2.71M parameters, with all 640 ids, learn from 3.07M tokens of it."""
     config = build(preset="lookups")
     assert config.data.sources == ("builtin:lookups:140000",)
     with torch.device("meta"):
         model = MODELS[config.architecture](config.model_config(config.tokenizer.vocab_size))
     geometry, train = model.geometry, config.train
-    assert parameters(model) / 1e6 == pytest.approx(2.69, abs=0.01)
+    assert parameters(model) / 1e6 == pytest.approx(2.71, abs=0.01)
     assert (geometry.n_prelude_layers, geometry.n_core_layers, geometry.n_coda_layers) == (1, 2, 0)
     tokens = train.steps * train.seq * train.micro_batch * train.accumulation
     assert tokens / 1e6 == pytest.approx(3.07, abs=0.005)
