@@ -134,7 +134,7 @@ _UNUSED = {
     "decode": {"rate"} | _OF_EXITS,
     "prefill": {"rate"} | _OF_EXITS,
     "serve": _OF_EXITS,
-    "overhead": {"rate", "exit", "judged"} | _OF_EXITS,
+    "overhead": {"rate", "exit", "requests", "judged"} | _OF_EXITS,
     "kv": {"rate", "kv"} | _OF_EXITS,
     # Its quality is judged on whole blocks, under the KV policy that forward passes are of.
     "exits": {"rate", "exit", "judged", "kv"},

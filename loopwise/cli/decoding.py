@@ -205,7 +205,9 @@ def _bench(name: str, what: str) -> None:
         ] = None,
         kv: Annotated[str | None, typer.Option("--kv", help="KV policy; default per-loop.")] = None,
         batch: Annotated[int, typer.Option("--batch", help="Requests in flight.")] = 32,
-        requests: Annotated[int, typer.Option("--requests", help="Of one pass.")] = 64,
+        requests: Annotated[
+            int | None, typer.Option("--requests", help="Of one pass; default 64.")
+        ] = None,
         judged: Annotated[
             int | None, typer.Option("--judged", help="Requests scored; default 64.")
         ] = None,
@@ -246,7 +248,7 @@ def _bench(name: str, what: str) -> None:
             )
 
             asked = {
-                **{"exit": exit_, "kv": kv, "judged": judged, "rate": rate},
+                **{"exit": exit_, "kv": kv, "requests": requests, "judged": judged, "rate": rate},
                 **{"seeds": seeds, "tokens": tokens, "budget": budget},
                 "no-wall": no_wall or None,
             }
@@ -260,7 +262,6 @@ def _bench(name: str, what: str) -> None:
                 depth=depth,
                 kv_policy=kv or "per-loop",
                 batch=batch,
-                requests=requests,
                 repeats=repeats,
                 dtype=dtype,
                 compile=compile_,

@@ -369,6 +369,7 @@ def test_the_command_keeps_its_result(checkpoint, tmp_path):
         ("decode", "--rate"),
         ("prefill", "--rate"),
         ("overhead", "--judged"),
+        ("overhead", "--requests"),
         ("overhead", "--rate"),
         ("kv", "--kv"),
     ],
